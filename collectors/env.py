@@ -1,0 +1,176 @@
+"""The environment protocol: what a collector needs from a shard of environments.
+
+An environment class is constructed as `Class(num_envs=…, device=…, evaluation=…, **env.args)`.
+Construction must be cheap: the driver also builds one, only to read `spec`. Simulators, threads
+and device memory are allocated in `reset`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from fastsac.core.shard_state import LocalState, MergeRule
+
+EnvFactory = Callable[..., "EnvShard"]
+"""`factory(num_envs=int, device=torch.device, evaluation=bool, **env.args)`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvSpec:
+    """Sizes and constants of an environment. Tensors are on the CPU."""
+
+    num_envs: int
+    """Environments of this shard."""
+    actor_obs_dim: int
+    critic_obs_dim: int | None = None
+    """Size of a separate critic observation; None when the critic sees the actor's."""
+    action_low: Tensor
+    """(action_dim,) finite lower bounds."""
+    action_high: Tensor
+    """(action_dim,) finite upper bounds."""
+    control_period_s: float
+    """Simulated time of one env step, s."""
+    episode_length: int
+    """Env steps after which an episode is truncated."""
+    shard_states: Mapping[str, MergeRule] = field(default_factory=dict)
+    """Merge rule of every named state that `report_shard_state` gives."""
+
+    @property
+    def action_dim(self) -> int:
+        return self.action_low.numel()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Result of one vector step. Tensors are on the shard's device and may be reused by the
+    next call of `step`."""
+
+    actor_obs: Tensor
+    """(num_envs, actor_obs_dim); after a done, the first observation of the next episode."""
+    critic_obs: Tensor | None
+    """(num_envs, critic_obs_dim), or None when the critic sees `actor_obs`."""
+    reward: Tensor
+    """(num_envs,)"""
+    terminated: Tensor
+    """(num_envs,) bool: the MDP ended."""
+    truncated: Tensor
+    """(num_envs,) bool: cut off, never together with `terminated`."""
+    final_actor_obs: Tensor
+    """(num_envs, actor_obs_dim); rows of done envs hold the last observation of the episode
+    that ended, other rows are not read."""
+    final_critic_obs: Tensor | None
+    """(num_envs, critic_obs_dim), likewise; None when the critic sees `actor_obs`."""
+    info: Mapping[str, Tensor] = field(default_factory=dict)
+    """(num_envs,) values to log as fleet means under `env/`."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What an environment shows at the start of an episode."""
+
+    actor_obs: Tensor
+    """(num_envs, actor_obs_dim)"""
+    critic_obs: Tensor | None = None
+    """(num_envs, critic_obs_dim), or None when the critic sees `actor_obs`."""
+
+
+@runtime_checkable
+class EnvShard(Protocol):
+    """Environments that advance together. `collectors.testing` checks an implementation."""
+
+    @property
+    def spec(self) -> EnvSpec: ...
+
+    def reset(self, seed: int) -> Observation:
+        """Start every env afresh; the same seed gives the same stream."""
+        ...
+
+    def reset_envs(self, mask: Tensor) -> Observation:
+        """Start new episodes where `mask` (num_envs,) is true; returns all observations."""
+        ...
+
+    def step(self, action: Tensor) -> Step:
+        """Advance one control period. `action`: (num_envs, action_dim) within the bounds."""
+        ...
+
+    def report_shard_state(self) -> Mapping[str, LocalState]:
+        """What was seen since the last report, by state name (see `spec.shard_states`)."""
+        ...
+
+    def apply_shard_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take the fleet's view (float64 CPU tensors), used at following resets."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+TASKS: dict[str, str] = {
+    "cartpole-swingup": "collectors.tasks.cartpole:CartpoleSwingup",
+}
+"""Named tasks and the classes that implement them."""
+
+
+def resolve_task(task: str) -> EnvFactory:
+    """The class behind a task name or a `module:Class` path.
+
+    Raises:
+        ValueError: unknown name (nearest names listed), or a path that does not import.
+    """
+    path = TASKS.get(task, task)
+    if ":" not in path:
+        near = difflib.get_close_matches(task, TASKS, n=3, cutoff=0.0)
+        raise ValueError(
+            f"env.task {task!r} is not a task: nearest are {', '.join(near)}; "
+            "or give 'module:Class' of your own"
+        )
+    module_name, _, class_name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"env.task {task!r} cannot be imported ({error}): give 'module:Class' with the "
+            "module importable from the working directory"
+        ) from error
+
+
+def check_spec(spec: EnvSpec, *, num_envs: int) -> None:
+    """Refuse a spec that cannot be trained on.
+
+    Raises:
+        ValueError: names the field, its value and what to change.
+    """
+    if spec.num_envs != num_envs:
+        raise ValueError(
+            f"the environment has {spec.num_envs} envs where {num_envs} were asked for: "
+            "honour the constructor's num_envs"
+        )
+    dims = {"actor_obs_dim": spec.actor_obs_dim, "action_dim": spec.action_dim}
+    if spec.critic_obs_dim is not None:
+        dims["critic_obs_dim"] = spec.critic_obs_dim
+    for name, value in dims.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}: an environment needs at least 1")
+    if spec.episode_length < 1:
+        raise ValueError(f"episode_length is {spec.episode_length}: give at least 1 env step")
+    bounds = torch.stack([spec.action_low, spec.action_high])
+    bad = (~bounds.isfinite().all(0)).nonzero().flatten().tolist()
+    if bad:
+        raise ValueError(
+            f"action bounds of joints {bad} are infinite: set finite action_low and action_high"
+        )
+    empty = (spec.action_low >= spec.action_high).nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(
+            f"action_low is not below action_high for joints {empty}: give low < high"
+        )

@@ -1,0 +1,127 @@
+"""Every metric of a run, with its unit and how values of several shards or ranks become one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Reduction = Literal["mean", "sum", "min", "max", "same", "driver"]
+"""`mean`: pooled, sum of totals over sum of counts; `same`: identical on every rank, which is
+asserted; `driver`: there is one value, the driver's own."""
+
+
+class Mean(NamedTuple):
+    """A mean that pools: total and count of one shard or rank."""
+
+    total: float
+    count: float
+
+
+MetricValue = float | Mean
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Declaration of one metric."""
+
+    reduction: Reduction
+    unit: str
+    meaning: str
+    wall: bool = False
+    """Measured by the wall clock, so it differs between otherwise identical runs."""
+
+
+METRICS: dict[str, Metric] = {
+    # finished episodes since the last record, over all shards
+    "train/return": Metric("mean", "reward", "undiscounted return of finished episodes"),
+    "train/episode_length": Metric("mean", "env steps", "length of finished episodes"),
+    "train/episodes": Metric("sum", "episodes", "episodes finished since the last record"),
+    "train/nonfinite": Metric("sum", "transitions", "dropped: non-finite reward or observation"),
+    "train/lost_finals": Metric("sum", "transitions", "never sampled: side ring was full"),
+    "eval/return": Metric("mean", "reward", "undiscounted return, deterministic policy"),
+    "eval/return_min": Metric("min", "reward", "lowest episode of the evaluation"),
+    "eval/episode_length": Metric("mean", "env steps", "length of evaluation episodes"),
+    # learner, means over the updates since the last record
+    "learner/critic_loss": Metric("mean", "nats", "cross entropy, summed over critics"),
+    "learner/actor_loss": Metric("mean", "reward", "alpha log pi - Q"),
+    "learner/alpha_loss": Metric("mean", "nats", "temperature loss"),
+    "learner/alpha": Metric("same", "reward/nat", "temperature"),
+    "learner/entropy": Metric("mean", "nats", "-log pi of sampled actions"),
+    "learner/action_std": Metric("mean", "1", "standard deviation before tanh"),
+    "learner/q_mean": Metric("mean", "reward", "Q of replayed actions, mean over critics"),
+    "learner/q_min": Metric("min", "reward", "lowest Q of replayed actions"),
+    "learner/q_max": Metric("max", "reward", "highest Q of replayed actions"),
+    "learner/critic_grad_norm": Metric("same", "1", "after the all-reduce, before clipping"),
+    "learner/actor_grad_norm": Metric("same", "1", "after the all-reduce, before clipping"),
+    "learner/alpha_grad_norm": Metric("same", "1", "after the all-reduce"),
+    "replay/reward_mean": Metric("mean", "reward", "reward of sampled transitions"),
+    "replay/reward_min": Metric("min", "reward", "lowest sampled reward"),
+    "replay/reward_max": Metric("max", "reward", "highest sampled reward"),
+    "replay/fill": Metric("driver", "1", "share of the replay that holds transitions"),
+    # the fleet's counts
+    "fleet/env_steps": Metric("driver", "env steps", "transitions collected, fleet-wide"),
+    "fleet/updates": Metric("driver", "updates", "updates done"),
+    "fleet/ticks": Metric("driver", "ticks", "ticks done"),
+    "fleet/utd": Metric("driver", "1", "updates / transitions inserted, since the last record"),
+    "fleet/replay_ratio": Metric("driver", "1", "samples drawn / transitions inserted, likewise"),
+    "fleet/policy_version": Metric("driver", "updates", "newest published version"),
+    "fleet/staleness": Metric("driver", "updates", "newest version - version that acted"),
+    "fleet/staleness_ticks": Metric("driver", "ticks", "the same in ticks"),
+    "fleet/normalizer_count": Metric("driver", "observations", "observations in the base"),
+    # wall clock
+    "time/wall": Metric("driver", "s", "since the start of training", wall=True),
+    "time/env_steps_per_s": Metric("driver", "1/s", "env steps, since the last record", wall=True),
+    "time/updates_per_s": Metric("driver", "1/s", "updates, since the last record", wall=True),
+    "time/collect": Metric("max", "s/tick", "collecting, slowest shard", wall=True),
+    "time/learn": Metric("max", "s/tick", "learning, slowest rank", wall=True),
+    "time/merge": Metric("driver", "s/tick", "merging reports in the driver", wall=True),
+    "time/publish": Metric("driver", "s/tick", "publishing weights", wall=True),
+    "time/tick": Metric("driver", "s/tick", "whole tick", wall=True),
+    "time/wait": Metric("driver", "s/tick", "tick beyond the slower of both sides", wall=True),
+    "time/evaluate": Metric("driver", "s", "the last evaluation", wall=True),
+}
+"""Names under `env/` (an environment's own) and `shard_state/` (the fleet's view) come beside
+these; they pool as means over shards and are the driver's value."""
+
+
+def metric(name: str) -> Metric:
+    """The declaration of `name`."""
+    if name.startswith("env/"):
+        return Metric("mean", "", "reported by the environment, mean over envs and steps")
+    if name.startswith("shard_state/"):
+        return Metric("driver", "", "the fleet's view of a shard state, mean over its entries")
+    return METRICS[name]
+
+
+def reduce_metrics(parts: Sequence[Mapping[str, MetricValue]]) -> dict[str, MetricValue]:
+    """One value per metric from the values of several shards, ranks or ticks, in their order.
+
+    Means stay `Mean`, so that the result can be reduced again.
+    """
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: _reduce(name, [part[name] for part in parts if name in part]) for name in names}
+
+
+def _reduce(name: str, values: Sequence[MetricValue]) -> MetricValue:
+    reduction = metric(name).reduction
+    if reduction == "mean":
+        means = [value if isinstance(value, Mean) else Mean(value, 1.0) for value in values]
+        return Mean(sum(m.total for m in means), sum(m.count for m in means))
+    numbers = [float(value) for value in values if not isinstance(value, Mean)]
+    assert len(numbers) == len(values), f"{name} is not a mean"
+    if reduction == "sum":
+        return math.fsum(numbers)
+    if reduction == "min":
+        return min(numbers)
+    if reduction == "max":
+        return max(numbers)
+    return numbers[-1]
+
+
+def final_value(value: MetricValue) -> float:
+    """The number to show; NaN for a mean over nothing."""
+    if isinstance(value, Mean):
+        return value.total / value.count if value.count else math.nan
+    return float(value)
