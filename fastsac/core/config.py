@@ -7,9 +7,21 @@ whole fleet (global) or for one part of it. Everything that is derived (`*_per_s
 
 from __future__ import annotations
 
+import difflib
+import math
+from fractions import Fraction
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 Schedule = Literal["overlap", "alternate"]
 
@@ -27,14 +39,23 @@ class _Section(BaseModel):
         use_attribute_docstrings=True,
     )
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _whole_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML reads `1e6` as a float; a whole one is as good as an integer."""
+        assert info.field_name is not None
+        wants_int = cls.model_fields[info.field_name].annotation is int
+        whole = isinstance(value, float) and value.is_integer()
+        return int(value) if wants_int and whole else value
+
 
 class EnvConfig(_Section):
     task: str
     """Task name (`fastsac list-tasks`) or `module:Class` of an `EnvShard`."""
     num_envs: int = Field(gt=0)
     """Environments in the whole fleet (global)."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments for the environment's constructor."""
+    args: dict[str, JsonValue] = Field(default_factory=dict)
+    """Keyword arguments for the environment's constructor: plain values, lists and mappings."""
 
 
 class FleetConfig(_Section):
@@ -68,7 +89,8 @@ class ReplayConfig(_Section):
     n_step: int = Field(default=1, gt=0)
     """Rewards summed before the bootstrap, env steps."""
     final_slots_per_env: float = Field(default=4.0, gt=0)
-    """True final observations of truncated transitions kept, per environment."""
+    """True final observations of truncated transitions kept, per environment (a shard's total is
+    rounded up)."""
     dir: str = "/dev/shm"
     """Folder of the memory-mapped replay shards on CPU."""
 
@@ -140,20 +162,22 @@ class AlgorithmConfig(_Section):
             all(0 <= beta < 1 for beta in self.betas),
             f"betas {list(self.betas)} are not both in [0, 1): give for example [0.9, 0.95]",
         )
-        vector_steps = self.weight_publish_interval / self.updates_per_vector_step
-        if not vector_steps.is_integer():
-            raise ValueError(self._nearest_publish_intervals())
+        if self._vector_steps_per_tick.denominator != 1:
+            # n / (p / q) is whole exactly when p divides n
+            nearest = _nearest_multiples(
+                self.weight_publish_interval, Fraction(str(self.updates_per_vector_step)).numerator
+            )
+            raise ValueError(
+                f"weight_publish_interval {self.weight_publish_interval} is "
+                f"{float(self._vector_steps_per_tick):g} vector steps at updates_per_vector_step "
+                f"{self.updates_per_vector_step:g}, not a whole number: nearest valid {nearest}"
+            )
         return self
 
-    def _nearest_publish_intervals(self) -> str:
-        given, ratio = self.weight_publish_interval, self.updates_per_vector_step
-        whole = [n for n in range(1, 4 * given + 64) if (n / ratio).is_integer()]
-        nearest = sorted(sorted(whole, key=lambda n: abs(n - given))[:2])
-        advice = f"nearest valid: {nearest}" if nearest else "change updates_per_vector_step"
-        return (
-            f"weight_publish_interval {given} is {given / ratio:g} vector steps at "
-            f"updates_per_vector_step {ratio:g}, not a whole number: {advice}"
-        )
+    @property
+    def _vector_steps_per_tick(self) -> Fraction:
+        """Exact in decimals: 3 updates at 0.1 per vector step are 30 vector steps."""
+        return self.weight_publish_interval / Fraction(str(self.updates_per_vector_step))
 
     @property
     def updates_per_tick(self) -> int:
@@ -161,7 +185,7 @@ class AlgorithmConfig(_Section):
 
     @property
     def vector_steps_per_tick(self) -> int:
-        return int(self.weight_publish_interval / self.updates_per_vector_step)
+        return int(self._vector_steps_per_tick)
 
 
 class EvaluationConfig(_Section):
@@ -199,12 +223,12 @@ class Config(_Section):
     max_nonfinite_rate: float = Field(default=0.01, ge=0, le=1)
     """Share of transitions with a non-finite value above which the run stops."""
     env: EnvConfig
-    fleet: FleetConfig = FleetConfig()
-    replay: ReplayConfig = ReplayConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    log: LogConfig = LogConfig()
+    fleet: FleetConfig = Field(default_factory=FleetConfig)
+    replay: ReplayConfig = Field(default_factory=ReplayConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
 
     @model_validator(mode="after")
     def _check(self) -> Config:
@@ -216,20 +240,18 @@ class Config(_Section):
         _refuse_unless_divides(
             "evaluation.num_episodes", self.evaluation.num_episodes, "collectors", shards
         )
-        tick = self.algorithm.vector_steps_per_tick
-        window = self.replay.steps_per_env - tick * (self.fleet.schedule == "overlap")
+        # while the learners sample, an overlapped tick overwrites the oldest rows; the newest
+        # n_step - 1 rows have no full return yet
+        steps_per_env, num_envs = self.replay.steps_per_env, self.env.num_envs
+        overlapped = self.fleet.schedule == "overlap"
+        unreadable = self.algorithm.vector_steps_per_tick * overlapped + self.replay.n_step - 1
+        readable = max(0, steps_per_env - unreadable) * num_envs
+        batch_size = self.algorithm.batch_size
         _refuse_unless(
-            window >= self.replay.n_step,
-            f"replay.steps_per_env {self.replay.steps_per_env} leaves {window} vector steps to "
-            f"sample beside a tick of {tick}: give at least {tick + self.replay.n_step}",
-        )
-        transitions = window * self.env.num_envs
-        needed = -(-self.algorithm.batch_size // self.env.num_envs) + tick
-        _refuse_unless(
-            transitions >= self.algorithm.batch_size,
-            f"replay.steps_per_env {self.replay.steps_per_env} holds {transitions} transitions "
-            f"to sample, fewer than algorithm.batch_size {self.algorithm.batch_size}: give "
-            f"replay.steps_per_env of at least {needed}",
+            readable >= batch_size,
+            f"replay.steps_per_env {steps_per_env} leaves {readable} transitions to sample, fewer "
+            f"than algorithm.batch_size {batch_size}: give replay.steps_per_env of at least "
+            f"{unreadable + math.ceil(batch_size / num_envs)}",
         )
         return self
 
@@ -243,7 +265,7 @@ class Config(_Section):
 
     @property
     def final_slots_per_shard(self) -> int:
-        return max(1, round(self.replay.final_slots_per_env * self.num_envs_per_shard))
+        return math.ceil(self.replay.final_slots_per_env * self.num_envs_per_shard)
 
 
 def parse_config(fields: dict[str, Any]) -> Config:
@@ -258,25 +280,49 @@ def parse_config(fields: dict[str, Any]) -> Config:
         raise ConfigError("; ".join(_one_line(item) for item in error.errors())) from None
 
 
+def nearest_fields(path: str) -> list[str]:
+    """The three dotted names of fields or sections most like `path`."""
+    leaf = path.rpartition(".")[2]
+
+    def likeness(name: str) -> float:
+        names = ((path, name), (leaf, name.rpartition(".")[2]))
+        return sum(difflib.SequenceMatcher(None, a, b).ratio() for a, b in names)
+
+    return sorted(_field_names(Config), key=likeness, reverse=True)[:3]
+
+
+def _field_names(section: type[BaseModel], prefix: str = "") -> list[str]:
+    names = []
+    for name, field in section.model_fields.items():
+        names.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, _Section):
+            names += _field_names(field.annotation, f"{prefix}{name}.")
+    return names
+
+
 def _one_line(item: Any) -> str:
     """One pydantic error as `field: given, allowed`."""
-    path = ".".join(str(part) for part in item["loc"])
+    loc = item["loc"]
+    if loc[:2] == ("env", "args"):
+        loc = loc[:3]  # below it, pydantic mixes its own words into the location
+    path = ".".join(str(part) for part in loc)
     if item["type"] == "value_error":
-        prefix = f"{path}: " if path else ""
-        return prefix + str(item["ctx"]["error"])
+        return f"{path}: {item['ctx']['error']}" if path else str(item["ctx"]["error"])
     if item["type"] == "missing":
         return f"{path} is missing: add it"
     if item["type"] == "extra_forbidden":
-        return f"{path}: unknown field; allowed here: {', '.join(_siblings(item['loc']))}"
-    return f"{path}: given {item['input']!r}; {item['msg'][0].lower()}{item['msg'][1:]}"
+        return f"{path}: unknown field, nearest are {', '.join(nearest_fields(path))}"
+    allowed: str = _ALLOWED.get(item["type"]) or item["msg"].removeprefix("Input ")
+    return f"{path}: given {item['input']!r}, {allowed[0].lower()}{allowed[1:]}"
 
 
-def _siblings(loc: tuple[Any, ...]) -> list[str]:
-    """Names of the fields beside the last part of `loc`."""
-    section: Any = Config
-    for part in loc[:-1]:
-        section = section.model_fields[part].annotation
-    return sorted(section.model_fields)
+_ALLOWED = {
+    "model_type": "should be a section of fields, or be left out",
+    "string_type": "should be text: put it in quotes",
+    "tuple_type": "should be a list",
+    "invalid-json-value": "should be a number, text, boolean, list or mapping",
+}
+"""Clearer than pydantic's own words, by its error type."""
 
 
 def _refuse_unless(condition: bool, message: str) -> None:
@@ -285,9 +331,14 @@ def _refuse_unless(condition: bool, message: str) -> None:
 
 
 def _refuse_unless_divides(name: str, value: int, parts_name: str, parts: int) -> None:
-    if value % parts:
-        below, above = value - value % parts, value - value % parts + parts
-        nearest = [n for n in (below, above) if n > 0]
-        raise ValueError(
-            f"{name} {value} does not divide by {parts} ({parts_name}): nearest valid {nearest}"
-        )
+    _refuse_unless(
+        value % parts == 0,
+        f"{name} {value} does not divide by {parts} ({parts_name}): "
+        f"nearest valid {_nearest_multiples(value, parts)}",
+    )
+
+
+def _nearest_multiples(value: int, of: int) -> list[int]:
+    """The positive multiples next below and above a `value` that is not one itself."""
+    below = value - value % of
+    return [n for n in (below, below + of) if n > 0]

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 
 class Executor(Protocol):
-    """Spawn a class, call its methods, wait for what is done, kill."""
+    """Spawn a class on a host, call its methods, wait for results."""
 
     def spawn(self, cls: type, *, bundle: int, cpus: float, threads: int, **kwargs: Any) -> Any:
         """Construct `cls(**kwargs)` on the host of rank `bundle`; returns a handle at once."""
@@ -30,8 +30,12 @@ class Executor(Protocol):
         """Results in the order of `pending`; raises what a method raised."""
         ...
 
-    def kill(self, handle: Any) -> None:
-        """End the object's process without asking it."""
+    def host_address(self, *, bundle: int) -> str:
+        """Address of the host of rank `bundle`, for the ranks to meet at."""
+        ...
+
+    def close(self) -> None:
+        """End every object's process."""
         ...
 
 
@@ -51,5 +55,9 @@ class InlineExecutor:
     def wait(self, pending: Sequence[Any]) -> list[Any]:
         return list(pending)
 
-    def kill(self, handle: Any) -> None:
-        handle.close()
+    def host_address(self, *, bundle: int) -> str:
+        del bundle
+        return "127.0.0.1"
+
+    def close(self) -> None:
+        pass

@@ -11,6 +11,8 @@ Reduction = Literal["mean", "sum", "min", "max", "same", "driver"]
 """`mean`: pooled, sum of totals over sum of counts; `same`: identical on every rank, which is
 asserted; `driver`: there is one value, the driver's own."""
 
+TickReduction = Literal["mean", "sum", "min", "max", "newest"]
+
 
 class Mean(NamedTuple):
     """A mean that pools: total and count of one shard or rank."""
@@ -27,8 +29,12 @@ class Metric:
     """Declaration of one metric."""
 
     reduction: Reduction
+    """Over shards and ranks."""
     unit: str
     meaning: str
+    over_ticks: TickReduction | None = None
+    """Over the ticks of a record; None when it follows from `reduction`: the same one, and the
+    newest value for `same` and `driver`."""
     wall: bool = False
     """Measured by the wall clock, so it differs between otherwise identical runs."""
 
@@ -67,19 +73,19 @@ METRICS: dict[str, Metric] = {
     "fleet/utd": Metric("driver", "1", "updates / transitions inserted, since the last record"),
     "fleet/replay_ratio": Metric("driver", "1", "samples drawn / transitions inserted, likewise"),
     "fleet/policy_version": Metric("driver", "updates", "newest published version"),
-    "fleet/staleness": Metric("driver", "updates", "newest version - version that acted"),
-    "fleet/staleness_ticks": Metric("driver", "ticks", "the same in ticks"),
+    "fleet/staleness": Metric("driver", "updates", "newest version - version that acted", "mean"),
+    "fleet/staleness_ticks": Metric("driver", "ticks", "the same in ticks", "mean"),
     "fleet/normalizer_count": Metric("driver", "observations", "observations in the base"),
     # wall clock
     "time/wall": Metric("driver", "s", "since the start of training", wall=True),
     "time/env_steps_per_s": Metric("driver", "1/s", "env steps, since the last record", wall=True),
     "time/updates_per_s": Metric("driver", "1/s", "updates, since the last record", wall=True),
-    "time/collect": Metric("max", "s/tick", "collecting, slowest shard", wall=True),
-    "time/learn": Metric("max", "s/tick", "learning, slowest rank", wall=True),
-    "time/merge": Metric("driver", "s/tick", "merging reports in the driver", wall=True),
-    "time/publish": Metric("driver", "s/tick", "publishing weights", wall=True),
-    "time/tick": Metric("driver", "s/tick", "whole tick", wall=True),
-    "time/wait": Metric("driver", "s/tick", "tick beyond the slower of both sides", wall=True),
+    "time/collect": Metric("max", "s/tick", "collecting, slowest shard", "mean", wall=True),
+    "time/learn": Metric("max", "s/tick", "learning, slowest rank", "mean", wall=True),
+    "time/merge": Metric("driver", "s/tick", "merging reports in the driver", "mean", wall=True),
+    "time/publish": Metric("driver", "s/tick", "publishing weights", "mean", wall=True),
+    "time/tick": Metric("driver", "s/tick", "whole tick", "mean", wall=True),
+    "time/wait": Metric("driver", "s/tick", "tick beyond the slower side", "mean", wall=True),
     "time/evaluate": Metric("driver", "s", "the last evaluation", wall=True),
 }
 """Names under `env/` (an environment's own) and `shard_state/` (the fleet's view) come beside
@@ -87,37 +93,52 @@ these; they pool as means over shards and are the driver's value."""
 
 
 def metric(name: str) -> Metric:
-    """The declaration of `name`."""
+    """The declaration of `name`.
+
+    Raises:
+        KeyError: nobody declared it.
+    """
     if name.startswith("env/"):
         return Metric("mean", "", "reported by the environment, mean over envs and steps")
     if name.startswith("shard_state/"):
         return Metric("driver", "", "the fleet's view of a shard state, mean over its entries")
+    if name not in METRICS:
+        raise KeyError(f"metric {name!r} is not declared: add it to METRICS")
     return METRICS[name]
 
 
-def reduce_metrics(parts: Sequence[Mapping[str, MetricValue]]) -> dict[str, MetricValue]:
-    """One value per metric from the values of several shards, ranks or ticks, in their order.
+def reduce_over_fleet(parts: Sequence[Mapping[str, MetricValue]]) -> dict[str, MetricValue]:
+    """One value per metric from the values of several shards or ranks, in their order.
 
-    Means stay `Mean`, so that the result can be reduced again.
+    Means stay `Mean`, so that the ticks of a record can still be pooled.
     """
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: _reduce(name, [part[name] for part in parts if name in part]) for name in names}
+    reduced: dict[str, MetricValue] = {}
+    for name, values in _by_name(parts).items():
+        reduction = metric(name).reduction
+        if reduction in ("same", "driver"):
+            first = final_value(values[0])
+            identical = all(v == first or math.isnan(first) for v in map(final_value, values))
+            assert identical, f"{name} differs between ranks: {values}"
+            reduced[name] = first
+        else:
+            reduced[name] = _reduce(reduction, values)
+    return reduced
 
 
-def _reduce(name: str, values: Sequence[MetricValue]) -> MetricValue:
-    reduction = metric(name).reduction
-    if reduction == "mean":
-        means = [value if isinstance(value, Mean) else Mean(value, 1.0) for value in values]
-        return Mean(sum(m.total for m in means), sum(m.count for m in means))
-    numbers = [float(value) for value in values if not isinstance(value, Mean)]
-    assert len(numbers) == len(values), f"{name} is not a mean"
-    if reduction == "sum":
-        return math.fsum(numbers)
-    if reduction == "min":
-        return min(numbers)
-    if reduction == "max":
-        return max(numbers)
-    return numbers[-1]
+def reduce_over_ticks(ticks: Sequence[Mapping[str, MetricValue]]) -> dict[str, MetricValue]:
+    """One value per metric from the fleet's values of several ticks, in their order.
+
+    The result can take the place of its ticks in a later call.
+    """
+    reduced: dict[str, MetricValue] = {}
+    for name, values in _by_name(ticks).items():
+        declared = metric(name)
+        reduction = declared.over_ticks or declared.reduction
+        if reduction in ("same", "driver", "newest"):
+            reduced[name] = values[-1]
+        else:
+            reduced[name] = _reduce(reduction, values)
+    return reduced
 
 
 def final_value(value: MetricValue) -> float:
@@ -125,3 +146,18 @@ def final_value(value: MetricValue) -> float:
     if isinstance(value, Mean):
         return value.total / value.count if value.count else math.nan
     return float(value)
+
+
+def _by_name(parts: Sequence[Mapping[str, MetricValue]]) -> dict[str, list[MetricValue]]:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: [part[name] for part in parts if name in part] for name in names}
+
+
+def _reduce(reduction: str, values: Sequence[MetricValue]) -> MetricValue:
+    if reduction == "mean":
+        means = [value if isinstance(value, Mean) else Mean(value, 1.0) for value in values]
+        return Mean(sum(m.total for m in means), sum(m.count for m in means))
+    numbers = [final_value(value) for value in values]
+    if reduction == "sum":
+        return sum(numbers)
+    return min(numbers) if reduction == "min" else max(numbers)

@@ -97,6 +97,9 @@ class ObsMoments:
     actor: Moments
     critic: Moments | None
 
+    def cpu(self) -> ObsMoments:
+        return ObsMoments(self.actor.cpu(), None if self.critic is None else self.critic.cpu())
+
 
 @dataclass(frozen=True)
 class ObsNormalizers:

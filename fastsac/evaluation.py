@@ -1,0 +1,78 @@
+"""Evaluating a finished or running run from its checkpoint, in this process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from collectors.collector import run_episodes
+from collectors.env import EnvSpec, resolve_task
+from fastsac.core.config import AlgorithmConfig
+from fastsac.core.normalizer import FleetNormalizer
+from fastsac.core.policy import Policy, PolicySpec, PublishedPolicy
+from fastsac.run import open_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationResult:
+    """Episodes of the deterministic policy of one checkpoint."""
+
+    returns: Tensor
+    """(num_episodes,) float64, undiscounted"""
+    lengths: Tensor
+    """(num_episodes,) int64, env steps"""
+    policy_version: int
+    """Updates done."""
+    env_steps: int
+    """Fleet-wide env steps of training."""
+
+
+def policy_spec(spec: EnvSpec, algorithm: AlgorithmConfig) -> PolicySpec:
+    """The actor that an environment and a configuration ask for."""
+    return PolicySpec(
+        obs_dim=spec.actor_obs_dim,
+        action_low=spec.action_low,
+        action_high=spec.action_high,
+        hidden=algorithm.actor_hidden,
+        log_std_min=algorithm.log_std_min,
+        log_std_max=algorithm.log_std_max,
+    )
+
+
+def evaluate_run(run_dir: Path, *, num_episodes: int, seed: int) -> EvaluationResult:
+    """One deterministic episode in each of `num_episodes` environments.
+
+    Raises:
+        ValueError: the folder holds no run, or no whole checkpoint.
+    """
+    config, state = open_run(run_dir)
+    factory = resolve_task(config.env.task)
+    device = torch.device("cpu")
+    env = factory(num_envs=num_episodes, device=device, evaluation=True, **config.env.args)
+    spec = env.spec
+    normalizer = FleetNormalizer(
+        spec.actor_obs_dim,
+        spec.critic_obs_dim,
+        enabled=config.algorithm.normalize_observations,
+    )
+    normalizer.load_state_dict(state["normalizer"])
+    policy = Policy(policy_spec(spec, config.algorithm), device)
+    version = state["progress"]["updates"]
+    policy.load(
+        PublishedPolicy(
+            version=version,
+            parameters=state["learners"]["learner"]["actor"],
+            normalizers=normalizer.published(),
+        )
+    )
+    report = run_episodes(env, policy, seed)
+    env.close()
+    return EvaluationResult(
+        returns=report.returns,
+        lengths=report.lengths,
+        policy_version=version,
+        env_steps=state["progress"]["env_steps"],
+    )

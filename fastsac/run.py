@@ -1,0 +1,208 @@
+"""A run's folder: what it records, when it is asked to stop, what it hands back at the end."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from fastsac.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from fastsac.config_files import load_config, save_config
+from fastsac.core.config import Config
+from fastsac.core.metrics import MetricValue
+from fastsac.core.progress import Progress
+from fastsac.metrics import MetricAccumulator, RunLog, make_display, write_summary
+
+MAX_DUMPS = 100
+"""Non-finite transitions kept in a run's folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What a run left behind."""
+
+    run_dir: Path
+    summary: dict[str, Any]
+    """Contents of summary.json."""
+    exit_status: int
+    """0 when complete, 130 after SIGINT, 143 after SIGTERM."""
+
+
+def new_run_dir(config: Config) -> Path:
+    """Make `log.dir/name-seed-time`, holding the configuration as config.yaml."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    base = Path(config.log.dir).expanduser().resolve()
+    name = f"{config.name}-seed{config.seed}-{stamp}"
+    base.mkdir(parents=True, exist_ok=True)
+    for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
+        run_dir = base / (name + suffix)
+        try:
+            run_dir.mkdir()
+        except FileExistsError:
+            continue
+        save_config(config, run_dir / "config.yaml")
+        return run_dir
+    raise ValueError(f"{base} already holds a thousand runs named {name}: wait a second")
+
+
+def open_run(run_dir: Path) -> tuple[Config, dict[str, Any]]:
+    """Configuration and newest whole checkpoint of a run.
+
+    Raises:
+        ValueError: the folder holds no run, or no whole checkpoint.
+    """
+    if not (run_dir / "config.yaml").is_file():
+        raise ValueError(f"{run_dir} is not a run: give a folder that holds a config.yaml")
+    checkpoint = newest_checkpoint(run_dir)
+    if checkpoint is None:
+        raise ValueError(f"{run_dir} has no whole checkpoint: train it anew")
+    return load_config(str(run_dir / "config.yaml"), []), load_checkpoint(checkpoint)
+
+
+class StopRequest:
+    """Turns the first SIGTERM or SIGINT into a flag; the second one acts as it always did."""
+
+    def __init__(self) -> None:
+        self.signal_number = 0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._restore()
+
+    def __bool__(self) -> bool:
+        return self.signal_number != 0
+
+    @property
+    def exit_status(self) -> int:
+        """The shell's convention: 128 + signal number; 0 when nothing was asked."""
+        return 128 + self.signal_number if self else 0
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self.signal_number = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+
+@dataclass
+class Due:
+    """Whether a multiple of `interval` env steps was passed since the last time it was due."""
+
+    interval: int
+    """Fleet-wide env steps; 0 is never due."""
+    last: int = 0
+
+    def __call__(self, env_steps: int) -> bool:
+        if self.interval == 0 or env_steps // self.interval == self.last // self.interval:
+            return False
+        self.last = env_steps
+        return True
+
+
+class Run:
+    """Owner of the run's folder while it trains."""
+
+    def __init__(self, run_dir: Path, config: Config, progress: Progress) -> None:
+        self.dir = run_dir
+        self._config = config
+        self._log = RunLog(run_dir, tensorboard=config.log.tensorboard)
+        self._log.truncate_after(progress.env_steps)
+        self._display = make_display(config.total_env_steps, progress.env_steps)
+        self._accumulator = MetricAccumulator()
+        self._newest: dict[str, float] = {}
+        self._recorded = replace(progress)
+        self._clock = time.perf_counter()
+        self._num_dumps = 0
+        self._warn_if_folder_disappears()
+
+    def count(self, values: Mapping[str, MetricValue]) -> None:
+        """Add a tick's (or an evaluation's) metrics to the next record."""
+        self._accumulator.add(values)
+
+    def write(self, progress: Progress) -> None:
+        """Record what was counted since the last record, in every sink."""
+        now = time.perf_counter()
+        progress.wall_s += now - self._clock
+        self._clock = now
+        values = self._accumulator.take() | self._rates(progress)
+        self._recorded = replace(progress)
+        self._newest |= {name: v for name, v in values.items() if not math.isnan(v)}
+        self._log.write(progress.env_steps, values)
+        self._display.update(progress.env_steps, self._newest)
+
+    def save(self, env_steps: int, state: dict[str, Any]) -> None:
+        save_checkpoint(self.dir, state, env_steps=env_steps, keep=self._config.checkpoint.keep)
+
+    def dump(self, shard: int, values: Mapping[str, np.ndarray]) -> None:
+        """Keep a non-finite transition for inspection: nonfinite/NUMBER-shardS.npz."""
+        folder = self.dir / "nonfinite"
+        folder.mkdir(exist_ok=True)
+        if self._num_dumps < MAX_DUMPS:
+            np.savez(folder / f"{self._num_dumps:04d}-shard{shard}.npz", **values)
+        self._num_dumps += 1
+
+    def finish(self, progress: Progress, *, complete: bool) -> dict[str, Any]:
+        """Write summary.json and return it."""
+        summary: dict[str, Any] = {
+            "name": self._config.name,
+            "task": self._config.env.task,
+            "seed": self._config.seed,
+            "complete": complete,
+            **progress.state_dict(),
+            "metrics": self._newest,
+        }
+        write_summary(self.dir, summary)
+        return summary
+
+    def close(self) -> None:
+        self._display.close()
+        self._log.close()
+
+    def _rates(self, progress: Progress) -> dict[str, float]:
+        """The fleet's counts, and their ratios since the last record."""
+        before = self._recorded
+        env_steps = progress.env_steps - before.env_steps
+        updates = progress.updates - before.updates
+        seconds = progress.wall_s - before.wall_s
+        return {
+            "fleet/env_steps": progress.env_steps,
+            "fleet/updates": progress.updates,
+            "fleet/ticks": progress.ticks,
+            "fleet/policy_version": progress.updates,
+            "fleet/utd": updates / env_steps,
+            "fleet/replay_ratio": (progress.samples - before.samples) / env_steps,
+            "time/wall": progress.wall_s,
+            "time/env_steps_per_s": env_steps / seconds,
+            "time/updates_per_s": updates / seconds,
+        }
+
+    def _warn_if_folder_disappears(self) -> None:
+        """A Ray job's working directory goes with the job, and a run inside it too."""
+        if (
+            "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+            and not Path(self._config.log.dir).is_absolute()
+        ):
+            self._display.message(
+                f"log.dir {self._config.log.dir!r} is relative, and a Ray job's working directory "
+                "is removed with the job: give an absolute --log.dir to keep the run"
+            )

@@ -1,0 +1,242 @@
+"""Ray: the cluster, one placement-group bundle per rank, and actors that host our classes.
+
+The only module that imports Ray. It knows nothing of collectors and learners: a class and its
+arguments reach an actor as bytes, which are unpickled once our packages are found there.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import fastsac
+from fastsac.core.config import ConfigError, FleetConfig
+from fastsac.core.executor import Executor, InlineExecutor
+
+Runtime = Literal["ray", "inline"]
+
+PLACEMENT_TIMEOUT_S = 60.0
+"""Longest wait for resources that the cluster has but others use."""
+
+
+@contextmanager
+def open_executor(
+    fleet: FleetConfig, runtime: Runtime, address: str | None
+) -> Iterator[tuple[Executor, str]]:
+    """The executor of a run and the torch device of its actors; closes both at the end.
+
+    Args:
+        address: of a Ray cluster; None takes RAY_ADDRESS (set inside a Ray job), and without it
+            starts a cluster on this machine for the time of the run.
+
+    Raises:
+        ConfigError: the runtime or the cluster cannot hold the fleet.
+    """
+    if runtime == "inline":
+        if fleet.num_ranks > 1:
+            raise ConfigError(
+                f"runtime inline is one process and holds 1 rank, fleet.num_ranks is "
+                f"{fleet.num_ranks}: set fleet.num_ranks 1 or use --runtime ray"
+            )
+        torch.set_num_threads(fleet.threads_per_rank)
+        yield InlineExecutor(), _device(fleet.device, num_gpus=torch.cuda.device_count())
+        return
+    import ray
+
+    connect(address)
+    try:
+        num_gpus = int(ray.cluster_resources().get("GPU", 0))
+        device = _device(fleet.device, num_gpus=num_gpus)
+        executor = RayExecutor(fleet, gpus_per_bundle=1 if device == "cuda" else 0)
+        try:
+            yield executor, device
+        finally:
+            executor.close()
+    finally:
+        ray.shutdown()
+
+
+def connect(address: str | None) -> None:
+    """Join a Ray cluster, or start one on this machine that only this machine can reach.
+
+    Raises:
+        ConfigError: nothing answers at `address`.
+    """
+    import ray
+
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    local = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    try:
+        ray.init(address=address, **(local if address == "local" else {}))
+    except (ConnectionError, ValueError) as error:
+        raise ConfigError(
+            f"no Ray cluster at {address!r} ({error}): start one with `ray start --head`, or "
+            "leave --address out to train on this machine"
+        ) from None
+
+
+def _device(wanted: str, *, num_gpus: int) -> str:
+    if wanted == "cuda" and num_gpus == 0:
+        raise ConfigError("fleet.device is cuda and no GPU is there: set fleet.device cpu or auto")
+    if wanted == "auto":
+        return "cuda" if num_gpus else "cpu"
+    return wanted
+
+
+@dataclass(frozen=True)
+class _Actor:
+    handle: Any
+    name: str
+
+
+class RayExecutor:
+    """Objects in Ray actors; the actors of one rank share a host."""
+
+    def __init__(self, fleet: FleetConfig, *, gpus_per_bundle: int) -> None:
+        import ray
+        from ray.util.placement_group import placement_group
+
+        actors_per_bundle = 1 + fleet.collectors_per_rank
+        cpus = fleet.cpus_per_rank + fleet.collectors_per_rank * fleet.cpus_per_collector
+        bundle: dict[str, float] = {"CPU": cpus}
+        if gpus_per_bundle:
+            bundle["GPU"] = gpus_per_bundle
+        _check_capacity(bundle, fleet.num_ranks)
+        # Ray counts in steps of 1e-4; rounding down keeps the shares within the bundle
+        self._gpus_per_actor = math.floor(1e4 * gpus_per_bundle / actors_per_bundle) / 1e4
+        self._actor_class = ray.remote(_make_host_class())
+        self._actors: list[_Actor] = []
+        self._group = placement_group([bundle] * fleet.num_ranks, strategy="PACK")
+        try:
+            ray.get(self._group.ready(), timeout=PLACEMENT_TIMEOUT_S)
+        except ray.exceptions.GetTimeoutError:
+            free = ray.available_resources()
+            self.close()
+            raise ConfigError(
+                f"the cluster is busy: {fleet.num_ranks} x {bundle} wanted, "
+                f"CPU {free.get('CPU', 0):g} GPU {free.get('GPU', 0):g} free after "
+                f"{PLACEMENT_TIMEOUT_S:g} s: wait for other jobs or lower fleet.cpus_per_*"
+            ) from None
+
+    def spawn(self, cls: type, *, bundle: int, cpus: float, threads: int, **kwargs: Any) -> _Actor:
+        from ray import cloudpickle
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        name = f"{cls.__name__} of rank {bundle}"
+        strategy = PlacementGroupSchedulingStrategy(
+            self._group, placement_group_bundle_index=bundle
+        )
+        handle = self._actor_class.options(
+            num_cpus=cpus, num_gpus=self._gpus_per_actor, scheduling_strategy=strategy
+        ).remote(
+            cloudpickle.dumps((cls, kwargs)),
+            packages_root=str(packages_root()),
+            user_path=os.getcwd(),
+            threads=threads,
+        )
+        actor = _Actor(handle, name)
+        self._actors.append(actor)
+        return actor
+
+    def share(self, value: Any) -> Any:
+        import ray
+
+        return ray.put(value)
+
+    def call(self, handle: _Actor, method: str, *args: Any) -> Any:
+        return handle.handle.call.remote(method, *args)
+
+    def wait(self, pending: Sequence[Any]) -> list[Any]:
+        import ray
+
+        try:
+            return ray.get(list(pending))
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, ValueError):
+                raise error.cause from error
+            raise
+
+    def host_address(self, *, bundle: int) -> str:
+        import ray
+        from ray.util.placement_group import placement_group_table
+
+        node = placement_group_table(self._group)["bundles_to_node_id"][bundle]
+        return next(n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node)
+
+    def close(self) -> None:
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        for actor in self._actors:
+            ray.kill(actor.handle)
+        remove_placement_group(self._group)
+
+
+def packages_root() -> Path:
+    """Folder that holds our three packages."""
+    return Path(fastsac.__file__).resolve().parents[1]
+
+
+def _check_capacity(bundle: dict[str, float], num_bundles: int) -> None:
+    """Refuse a fleet that can never be placed; Ray itself would wait without a word."""
+    import ray
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    fits = sum(
+        int(min(node.get(resource, 0) / amount for resource, amount in bundle.items()))
+        for node in nodes
+    )
+    if fits < num_bundles:
+        has = "; ".join(f"CPU {n.get('CPU', 0):g} GPU {n.get('GPU', 0):g}" for n in nodes)
+        raise ConfigError(
+            f"the fleet wants {num_bundles} x {bundle}, each on one host; the hosts have {has}: "
+            "lower fleet.num_ranks, fleet.collectors_per_rank or fleet.cpus_per_*, or add hosts"
+        )
+
+
+def _make_host_class() -> type:
+    """The actor class. It is local, so that Ray ships it by value: a worker can unpickle it
+    before it knows where our packages are."""
+
+    class Host:
+        def __init__(
+            self, payload: bytes, *, packages_root: str, user_path: str, threads: int
+        ) -> None:
+            import importlib
+            import os.path
+            import sys
+
+            import torch
+            from ray import cloudpickle
+
+            # the driver's working directory comes first on a worker's path, and a stranger's
+            # `learner` there must not win over ours
+            ours = [packages_root] if os.path.isdir(packages_root) else []
+            sys.path[:0] = ours
+            packages = [importlib.import_module(n) for n in ("fastsac", "collectors", "learner")]
+            del sys.path[: len(ours)]
+            parents = {os.path.dirname(os.path.dirname(str(p.__file__))) for p in packages}
+            if len(parents) != 1:
+                raise ImportError(
+                    f"fastsac, collectors and learner come from different folders {parents}: "
+                    "start the job from a folder without packages of these names"
+                )
+            if user_path not in sys.path:
+                sys.path.append(user_path)
+            torch.set_num_threads(threads)
+            cls, kwargs = cloudpickle.loads(payload)
+            self._object = cls(**kwargs)
+
+        def call(self, method: str, *args: Any) -> Any:
+            return getattr(self._object, method)(*args)
+
+    return Host

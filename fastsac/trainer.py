@@ -1,0 +1,354 @@
+"""The loop: collect and learn tick by tick, merge what the fleet saw, publish what it learnt.
+
+Who waits for whom in one tick of the `overlap` schedule::
+
+    driver      policy v ─┬────────────────────────────── wait, merge ── policy v + U
+    collectors            ├─ act with v, append k vector steps ─┤
+    ranks                 └─ U updates on the rows before v ────┘
+
+The driver moves references and small numbers; transitions stay in memory that a collector
+writes and its rank maps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from collectors.collector import CollectReport
+from collectors.env import EnvFactory, EnvSpec, check_spec, resolve_task
+from collectors.group import CollectorGroup
+from fastsac.core.config import Config, ConfigError
+from fastsac.core.executor import Executor
+from fastsac.core.metrics import Mean, MetricValue, reduce_over_fleet
+from fastsac.core.normalizer import FleetNormalizer
+from fastsac.core.progress import Progress, updates_owed
+from fastsac.core.shard_state import ShardStateBus
+from fastsac.evaluation import policy_spec
+from fastsac.run import Due, Run, RunResult, StopRequest, new_run_dir, open_run
+from fastsac.runtime import Runtime, open_executor
+from learner.group import LearnerGroup
+from learner.rank import LearnReport
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message is one line for the user."""
+
+
+def train(
+    config: Config,
+    *,
+    env: EnvFactory | str | None = None,
+    runtime: Runtime = "ray",
+    address: str | None = None,
+) -> RunResult:
+    """Train from scratch in a new run folder.
+
+    Args:
+        env: a class, or the `"module:Class"` path of one, in the place of `config.env.task`.
+        runtime: `ray` for actors on a cluster, `inline` for everything in this process.
+        address: of a Ray cluster; None starts one on this machine.
+
+    Raises:
+        ValueError: this configuration, environment or cluster cannot be trained on.
+        TrainingError: too many transitions were not finite.
+    """
+    if env is not None:
+        config = _with_task(config, env)
+    spec = _env_spec(config, env)
+    run_dir = new_run_dir(config)
+    return _run(config, env, spec, run_dir, None, runtime, address)
+
+
+def resume(
+    run_dir: Path,
+    *,
+    total_env_steps: int | None = None,
+    env: EnvFactory | None = None,
+    runtime: Runtime = "ray",
+    address: str | None = None,
+) -> RunResult:
+    """Go on from the newest whole checkpoint of a run.
+
+    Learner, normaliser, shard states, counters and generators continue exactly; the replay
+    starts empty and the environments start fresh episodes.
+
+    Args:
+        total_env_steps: a new end of the run; None keeps the configured one.
+        env: the class that the run was started with, where its path cannot be imported.
+
+    Raises:
+        ValueError: no run or no whole checkpoint there, or the run is complete.
+        TrainingError: too many transitions were not finite.
+    """
+    run_dir = Path(run_dir).resolve()
+    config, state = open_run(run_dir)
+    if total_env_steps is not None:
+        config = Config.model_validate(config.model_dump() | {"total_env_steps": total_env_steps})
+    done = state["progress"]["env_steps"]
+    if done >= config.total_env_steps:
+        raise ConfigError(
+            f"{run_dir} is complete at {done} env steps: give --total_env_steps above that"
+        )
+    return _run(config, env, _env_spec(config, env), run_dir, state, runtime, address)
+
+
+@dataclass
+class Fleet:
+    """All that a run's future depends on."""
+
+    collectors: CollectorGroup
+    learners: LearnerGroup
+    bus: ShardStateBus
+    normalizer: FleetNormalizer
+    progress: Progress
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "progress": self.progress.state_dict(),
+            "learners": self.learners.state_dict(),
+            "collectors": self.collectors.state_dict(),
+            "bus": self.bus.state_dict(),
+            "normalizer": self.normalizer.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.progress = Progress.from_state_dict(state["progress"])
+        self.learners.load_state_dict(state["learners"])
+        self.collectors.load_state_dict(state["collectors"])
+        self.bus.load_state_dict(state["bus"])
+        self.normalizer.load_state_dict(state["normalizer"])
+
+
+def _run(
+    config: Config,
+    env: EnvFactory | str | None,
+    spec: EnvSpec,
+    run_dir: Path,
+    state: dict[str, Any] | None,
+    runtime: Runtime,
+    address: str | None,
+) -> RunResult:
+    """Build the fleet, train, and close everything that was opened."""
+    with ExitStack() as stack:
+        executor, device = stack.enter_context(open_executor(config.fleet, runtime, address))
+        stop = stack.enter_context(StopRequest())
+        fleet = _make_fleet(executor, config, env or config.env.task, spec, device, run_dir.name)
+        stack.enter_context(closing(fleet.collectors))
+        stack.enter_context(closing(fleet.learners))
+        first_step = 0 if state is None else state["progress"]["vector_steps"]
+        fleet.learners.start(fleet.collectors.start(first_step))
+        if state is not None:
+            fleet.load_state_dict(state)
+        run = stack.enter_context(closing(Run(run_dir, config, fleet.progress)))
+        _train(config, fleet, executor, run, stop)
+        complete = fleet.progress.env_steps >= config.total_env_steps
+        summary = run.finish(fleet.progress, complete=complete)
+    return RunResult(
+        run_dir=run_dir, summary=summary, exit_status=0 if complete else stop.exit_status
+    )
+
+
+def _train(config: Config, fleet: Fleet, executor: Executor, run: Run, stop: StopRequest) -> None:
+    """The loop, until the configured env steps are done or a stop is asked for."""
+    collectors, learners, progress = fleet.collectors, fleet.learners, fleet.progress
+    evaluation_due = Due(config.evaluation.interval_env_steps, progress.env_steps)
+    checkpoint_due = Due(config.checkpoint.interval_env_steps, progress.env_steps)
+    record_due = Due(max(1, config.log.interval_env_steps), progress.env_steps)
+
+    fleet_state = fleet.bus.values()
+    policy = executor.share(learners.publish(progress.updates, fleet.normalizer.published()))
+    while progress.env_steps < config.total_env_steps and not stop:
+        clock = TickClock()
+        collecting = collectors.collect(policy, fleet_state)
+        if config.fleet.schedule == "alternate":
+            collectors.wait(collecting)  # so that the ranks may read what was just written
+        owed = updates_owed(
+            rows_written=collectors.rows_written,
+            readable_transitions=collectors.readable_transitions,
+            batch_size_per_rank=config.batch_size_per_rank,
+            learning_starts=config.algorithm.learning_starts,
+            updates_per_tick=config.algorithm.updates_per_tick,
+        )
+        staleness = progress.updates - collectors.acted_version
+        learning = learners.update(owed, collectors.windows(), policy)
+        learned = learners.wait(learning)
+        reports = collectors.wait(collecting)
+        clock.mark("time/wait")
+
+        progress.count(
+            env_steps=config.env.num_envs * config.algorithm.vector_steps_per_tick,
+            vector_steps=config.algorithm.vector_steps_per_tick,
+            updates=owed,
+            samples=owed * config.algorithm.batch_size,
+            nonfinite=sum(report.nonfinite for report in reports),
+        )
+        fleet_state = fleet.bus.merge([report.shard_state for report in reports])
+        fleet.normalizer.merge([report.moments for report in reports])
+        clock.mark("time/merge")
+        published = learners.publish(progress.updates, fleet.normalizer.published())
+        policy = executor.share(published)
+        clock.mark("time/publish")
+
+        run.count(reduce_over_fleet([report.metrics for report in learned]))
+        run.count(reduce_over_fleet([report.metrics for report in reports]))
+        run.count(clock.metrics(learned, reports, config.fleet.schedule))
+        run.count(_fleet_metrics(fleet, fleet_state, staleness))
+        _stop_if_not_finite(config, progress, reports, run)
+        last = progress.env_steps >= config.total_env_steps
+        evaluating = evaluation_due(progress.env_steps) or last
+        if evaluating:
+            run.count(_evaluate(config, collectors, policy))
+        if record_due(progress.env_steps) or evaluating or stop:
+            run.write(progress)
+        if checkpoint_due(progress.env_steps) or last or stop:
+            run.save(progress.env_steps, fleet.state_dict())
+
+
+class TickClock:
+    """Wall time of the parts of one tick, s."""
+
+    def __init__(self) -> None:
+        self._started = self._last = time.perf_counter()
+        self._parts: dict[str, float] = {}
+
+    def mark(self, name: str) -> None:
+        """Book the time since the last mark under `name`."""
+        now = time.perf_counter()
+        self._parts[name] = now - self._last
+        self._last = now
+
+    def metrics(
+        self, learned: Sequence[LearnReport], reports: Sequence[CollectReport], schedule: str
+    ) -> dict[str, MetricValue]:
+        """`time/wait` keeps only what neither collecting nor learning accounts for."""
+        collect = max(_seconds(report.metrics, "time/collect") for report in reports)
+        learn = max(_seconds(report.metrics, "time/learn") for report in learned)
+        busy = max(collect, learn) if schedule == "overlap" else collect + learn
+        parts = self._parts | {"time/wait": max(0.0, self._parts["time/wait"] - busy)}
+        return parts | {"time/tick": self._last - self._started}
+
+
+def _seconds(metrics: Mapping[str, MetricValue], name: str) -> float:
+    value = metrics[name]
+    assert isinstance(value, float)
+    return value
+
+
+def _fleet_metrics(
+    fleet: Fleet, fleet_state: Mapping[str, Tensor], staleness: int
+) -> dict[str, MetricValue]:
+    metrics: dict[str, MetricValue] = {
+        "fleet/staleness": float(staleness),
+        "fleet/normalizer_count": float(fleet.normalizer.moments.actor.count),
+        "replay/fill": fleet.collectors.fill,
+    }
+    return metrics | {f"shard_state/{n}": float(v.mean()) for n, v in fleet_state.items()}
+
+
+def _evaluate(config: Config, collectors: CollectorGroup, policy: Any) -> dict[str, MetricValue]:
+    started = time.perf_counter()
+    seed = int(_seeds(config).evaluation.generate_state(1)[0])
+    report = collectors.evaluate(policy, seed)
+    episodes = float(report.returns.numel())
+    return {
+        "eval/return": Mean(float(report.returns.sum()), episodes),
+        "eval/return_min": float(report.returns.min()),
+        "eval/episode_length": Mean(float(report.lengths.sum()), episodes),
+        "time/evaluate": time.perf_counter() - started,
+    }
+
+
+def _stop_if_not_finite(
+    config: Config, progress: Progress, reports: Sequence[CollectReport], run: Run
+) -> None:
+    """Keep the dropped transitions; end the run when they are more than an accident."""
+    for report in reports:
+        for values in report.dumps:
+            run.dump(report.shard, values)
+    allowed = max(config.env.num_envs, config.max_nonfinite_rate * progress.env_steps)
+    if progress.nonfinite > allowed:
+        raise TrainingError(
+            f"{progress.nonfinite} of {progress.env_steps} transitions had non-finite values, "
+            f"more than max_nonfinite_rate {config.max_nonfinite_rate:g} (and one per env): "
+            f"see {run.dir / 'nonfinite'} and mend the environment"
+        )
+
+
+@dataclass(frozen=True)
+class _Seeds:
+    """Children of one seed sequence: no two ranks or shards share a stream."""
+
+    init: np.random.SeedSequence
+    evaluation: np.random.SeedSequence
+    ranks: list[np.random.SeedSequence]
+    shards: list[np.random.SeedSequence]
+
+
+def _seeds(config: Config) -> _Seeds:
+    init, evaluation, ranks, shards = np.random.SeedSequence(config.seed).spawn(4)
+    fleet = config.fleet
+    return _Seeds(init, evaluation, ranks.spawn(fleet.num_ranks), shards.spawn(fleet.num_shards))
+
+
+def _make_fleet(
+    executor: Executor,
+    config: Config,
+    env: EnvFactory | str,
+    spec: EnvSpec,
+    device: str,
+    run_id: str,
+) -> Fleet:
+    seeds = _seeds(config)
+    policy = policy_spec(spec, config.algorithm)
+    collectors = CollectorGroup(
+        executor, config, env, policy, seeds=seeds.shards, device=device, run_id=run_id
+    )
+    learners = LearnerGroup(
+        executor,
+        config,
+        policy,
+        critic_obs_dim=spec.critic_obs_dim,
+        seeds=seeds.ranks,
+        init_seed=seeds.init,
+        device=device,
+    )
+    normalizer = FleetNormalizer(
+        spec.actor_obs_dim,
+        spec.critic_obs_dim,
+        enabled=config.algorithm.normalize_observations,
+    )
+    return Fleet(collectors, learners, ShardStateBus(spec.shard_states), normalizer, Progress())
+
+
+def _env_spec(config: Config, env: EnvFactory | str | None) -> EnvSpec:
+    """Build one shard's environment here, only to read its spec before anything starts."""
+    task = env or config.env.task
+    factory = resolve_task(task) if isinstance(task, str) else task
+    num_envs = config.num_envs_per_shard
+    try:
+        probe = factory(
+            num_envs=num_envs, device=torch.device("cpu"), evaluation=False, **config.env.args
+        )
+    except TypeError as error:
+        raise ConfigError(
+            f"env.args {config.env.args} do not fit the constructor of {task} ({error})"
+        ) from error
+    spec = probe.spec
+    probe.close()
+    check_spec(spec, num_envs=num_envs)
+    return spec
+
+
+def _with_task(config: Config, env: EnvFactory | str) -> Config:
+    """`config` naming `env`, so that the run's folder says what it was trained on."""
+    path = env if isinstance(env, str) else f"{env.__module__}:{env.__qualname__}"
+    return config.model_copy(update={"env": config.env.model_copy(update={"task": path})})

@@ -1,0 +1,193 @@
+"""The runtime on real clusters: a head and a second node, each `ray start`ed on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from helpers import assert_same_tree, counted_metrics, saved_state, small_config
+
+from fastsac.core.config import ConfigError
+from fastsac.metrics import read_metrics
+from fastsac.trainer import train
+
+REPOSITORY = Path(__file__).parents[1]
+FASTSAC = [sys.executable, "-m", "fastsac.cli"]
+RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+# a run of seconds on the shipped task, as `--field value` arguments
+SMALL_CARTPOLE = ["--env.num_envs", "8", "--replay.steps_per_env", "200", "--algorithm.batch_size", "32", "--algorithm.actor_hidden", "16", "--algorithm.critic_hidden", "16", "--algorithm.num_atoms", "11", "--evaluation.num_episodes", "2", "--evaluation.interval_env_steps", "0", "--log.tensorboard", "false"]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    address: str
+    jobs_url: str
+    env: dict[str, str]
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.1)
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory) -> Iterator[Cluster]:
+    """Two nodes of two CPUs, with their own token, so that no other cluster is touched."""
+    port, jobs_port = free_port(), free_port()
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    env = os.environ | token | {"RAY_USAGE_STATS_ENABLED": "0"}
+    log = (tmp_path_factory.mktemp("ray") / "ray.log").open("w")
+    common = ["--block", "--num-cpus=2", "--object-store-memory=100000000"]
+    head = [f"--port={port}", f"--dashboard-port={jobs_port}", "--node-ip-address=127.0.0.1"]
+    nodes: list[subprocess.Popen] = []
+
+    def start(*arguments: str) -> None:
+        command = [*RAY, "start", *common, *arguments]
+        nodes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        for name, value in token.items():
+            patch.setenv(name, value)
+
+        def stop() -> None:
+            for node in reversed(nodes):
+                node.terminate()
+            for node in nodes:
+                node.wait(timeout=60)
+
+        stack.callback(stop)
+        start("--head", *head)
+        wait_until(lambda: answers(port) and answers(jobs_port), "the head answers")
+        start(f"--address=127.0.0.1:{port}")
+        yield Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{jobs_port}", env)
+
+
+def test_ray_gives_the_numbers_of_inline(cluster, tmp_path):
+    config = small_config(tmp_path)
+    ray_run = train(config, address=cluster.address).run_dir
+    inline_run = train(config, runtime="inline").run_dir
+    assert counted_metrics(ray_run) == counted_metrics(inline_run)
+    assert_same_tree(saved_state(ray_run), saved_state(inline_run))
+
+
+def test_two_ranks_on_two_nodes_repeat_bit_for_bit(cluster, tmp_path):
+    # a bundle takes the two CPUs of a node, so the ranks meet across nodes
+    config = small_config(
+        tmp_path, fleet={"num_ranks": 2, "collectors_per_rank": 1, "cpus_per_collector": 1}
+    )
+    first, second = (train(config, address=cluster.address).run_dir for _ in range(2))
+    assert counted_metrics(first) == counted_metrics(second)
+    assert_same_tree(saved_state(first), saved_state(second))
+
+
+def test_a_fleet_that_can_never_be_placed_is_refused(cluster, tmp_path):
+    config = small_config(tmp_path, fleet={"num_ranks": 4, "collectors_per_rank": 1})
+    with pytest.raises(ConfigError, match=r"wants 4 x .*the hosts have CPU 2 GPU 0; CPU 2"):
+        train(config, address=cluster.address)
+
+
+def test_no_cluster_at_the_address_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match="no Ray cluster at"):
+        train(small_config(tmp_path), address=f"127.0.0.1:{free_port()}")
+
+
+def test_transitions_never_pass_through_the_object_store(cluster, tmp_path):
+    """The rank reads rows that the collector writes after it attached."""
+    # a rank that had received a copy would sample zeros, not rewards of 1
+    result = train(small_config(tmp_path), address=cluster.address)
+    assert result.summary["metrics"]["replay/reward_min"] == 1.0
+
+
+def test_a_strangers_packages_in_the_working_directory_do_not_win(cluster, tmp_path):
+    for name in ("learner", "collectors"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('the stranger won')\n")
+    script = Path(sys.executable).parent / "fastsac"
+    command = [str(script), "train", "cartpole-swingup", "--address", cluster.address]
+    command += [*SMALL_CARTPOLE, "--total_env_steps", "160", "--log.dir", "runs"]
+    done = subprocess.run(command, cwd=tmp_path, env=cluster.env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+def submit(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [*RAY, "job", "submit", f"--address={cluster.jobs_url}", "--working-dir=."]
+    command += [*arguments]
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=cluster.env, capture_output=True, text=True, check=False
+    )
+
+
+def entrypoint(*arguments: str) -> list[str]:
+    return ["--", *FASTSAC, *arguments]
+
+
+def test_ray_job_submit_trains_on_two_nodes_and_shows_its_log(cluster, tmp_path):
+    done = submit(
+        cluster,
+        *entrypoint("train", "configs/cartpole-swingup.yaml", *SMALL_CARTPOLE),
+        *["--total_env_steps", "320", "--log.dir", str(tmp_path), "--fleet.num_ranks", "2"],
+        *["--fleet.collectors_per_rank", "1", "--fleet.cpus_per_collector", "1"],
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [run_dir] = tmp_path.iterdir()
+    assert str(run_dir) in done.stdout
+    assert json.loads((run_dir / "summary.json").read_text())["complete"]
+
+
+def test_ray_job_submit_hands_on_a_refusal(cluster):
+    done = submit(cluster, *entrypoint("train", "cartpole-swingup", "--env.num_envs", "7"))
+    assert done.returncode == 1
+    assert "env.num_envs 7 does not divide by 2" in done.stdout
+
+
+def test_ray_job_stop_checkpoints_and_resume_continues(cluster, tmp_path):
+    from ray.job_submission import JobStatus, JobSubmissionClient
+
+    client = JobSubmissionClient(cluster.jobs_url)
+    arguments = ["train", "cartpole-swingup", *SMALL_CARTPOLE, "--total_env_steps", "100000000"]
+    job = client.submit_job(
+        entrypoint=" ".join([*FASTSAC, *arguments, "--log.dir", str(tmp_path)]),
+        runtime_env={
+            "working_dir": str(REPOSITORY),
+            "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"},
+        },
+    )
+
+    def is_learning() -> bool:
+        runs = list(tmp_path.glob("*/metrics.jsonl"))
+        return bool(runs) and any(r["fleet/updates"] > 0 for r in read_metrics(runs[0].parent))
+
+    wait_until(is_learning, "the job learns")
+    client.stop_job(job)
+    wait_until(lambda: client.get_job_status(job) == JobStatus.STOPPED, "the job stops")
+    [run_dir] = tmp_path.iterdir()
+    stopped_at = saved_state(run_dir)["progress"]["env_steps"]
+    resume = [*FASTSAC, "resume", str(run_dir), "--address", cluster.address]
+    resume += ["--total_env_steps", str(stopped_at + 160)]
+    done = subprocess.run(resume, env=cluster.env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert saved_state(run_dir)["progress"]["env_steps"] == stopped_at + 160
