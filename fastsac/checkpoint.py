@@ -217,7 +217,7 @@ def _newest_first(run_dir: Path) -> list[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Rename first, so that a checkpoint half removed is never taken for a whole one."""
+    """Rename first, so that the checkpoint is gone at once and never half there."""
     hidden = path.with_name(f".removed-{path.name}")
     path.rename(hidden)
     shutil.rmtree(hidden)

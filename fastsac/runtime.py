@@ -103,6 +103,7 @@ class RayExecutor:
 
     def __init__(self, fleet: FleetConfig, *, gpus_per_bundle: int) -> None:
         import ray
+        from ray.exceptions import GetTimeoutError
         from ray.util.placement_group import placement_group
 
         actors_per_bundle = 1 + fleet.collectors_per_rank
@@ -118,7 +119,7 @@ class RayExecutor:
         self._group = placement_group([bundle] * fleet.num_ranks, strategy="PACK")
         try:
             ray.get(self._group.ready(), timeout=PLACEMENT_TIMEOUT_S)
-        except ray.exceptions.GetTimeoutError:
+        except GetTimeoutError:
             free = ray.available_resources()
             self.close()
             raise ConfigError(
@@ -128,7 +129,7 @@ class RayExecutor:
             ) from None
 
     def spawn(self, cls: type, *, bundle: int, cpus: float, threads: int, **kwargs: Any) -> _Actor:
-        from ray import cloudpickle
+        from ray.cloudpickle.cloudpickle import dumps
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         name = f"{cls.__name__} of rank {bundle}"
@@ -138,7 +139,7 @@ class RayExecutor:
         handle = self._actor_class.options(
             num_cpus=cpus, num_gpus=self._gpus_per_actor, scheduling_strategy=strategy
         ).remote(
-            cloudpickle.dumps((cls, kwargs)),
+            dumps((cls, kwargs)),
             packages_root=str(packages_root()),
             user_path=os.getcwd(),
             threads=threads,
@@ -157,10 +158,11 @@ class RayExecutor:
 
     def wait(self, pending: Sequence[Any]) -> list[Any]:
         import ray
+        from ray.exceptions import RayTaskError
 
         try:
             return ray.get(list(pending))
-        except ray.exceptions.RayTaskError as error:
+        except RayTaskError as error:
             if isinstance(error.cause, ValueError):
                 raise error.cause from error
             raise

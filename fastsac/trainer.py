@@ -234,7 +234,7 @@ class TickClock:
         learn = max(_seconds(report.metrics, "time/learn") for report in learned)
         busy = max(collect, learn) if schedule == "overlap" else collect + learn
         parts = self._parts | {"time/wait": max(0.0, self._parts["time/wait"] - busy)}
-        return parts | {"time/tick": self._last - self._started}
+        return {**parts, "time/tick": self._last - self._started}
 
 
 def _seconds(metrics: Mapping[str, MetricValue], name: str) -> float:

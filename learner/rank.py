@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# torch documents them under torch.distributed, where it forgets to export them
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
 from fastsac.core.config import AlgorithmConfig
 from fastsac.core.metrics import Mean, MetricValue, metric
 from fastsac.core.normalizer import ObsNormalizers
@@ -67,7 +70,7 @@ class LearnerRank:
 
     def open_store(self, host: str, timeout_s: float) -> int:
         """Serve the group's rendezvous on `host` (rank 0 only); returns the port."""
-        self._store = dist.TCPStore(
+        self._store = TCPStore(
             host,
             0,
             is_master=True,
@@ -84,10 +87,10 @@ class LearnerRank:
                 reads the rendezvous of the one before it.
         """
         timeout = timedelta(seconds=timeout_s)
-        store = self._store if self._rank == 0 else dist.TCPStore(host, port, timeout=timeout)
+        store = self._store if self._rank == 0 else TCPStore(host, port, timeout=timeout)
         dist.init_process_group(
             "nccl" if self._device.type == "cuda" else "gloo",
-            store=dist.PrefixStore(f"generation{generation}", store),
+            store=PrefixStore(f"generation{generation}", store),
             rank=self._rank,
             world_size=self._world_size,
             timeout=timeout,

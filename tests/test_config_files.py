@@ -142,9 +142,7 @@ def test_folders_and_binary_files_are_refused(tmp_path: Path) -> None:
         [("env.args", "{a: [1, 2.5, null, true, '1e6', 'no'], b: {c: é}}"), ("name", "'007'")],
     ],
 )
-def test_saved_config_loads_to_an_equal_one(
-    tmp_path: Path, changes: list[tuple[str, str]]
-) -> None:
+def test_saved_config_loads_to_an_equal_one(tmp_path: Path, changes: list[tuple[str, str]]) -> None:
     config = load_config("cartpole-swingup", changes)
     path = tmp_path / "saved.yaml"
     save_config(config, path)

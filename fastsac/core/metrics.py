@@ -116,10 +116,9 @@ def reduce_over_fleet(parts: Sequence[Mapping[str, MetricValue]]) -> dict[str, M
     for name, values in _by_name(parts).items():
         reduction = metric(name).reduction
         if reduction in ("same", "driver"):
-            first = final_value(values[0])
-            identical = all(v == first or math.isnan(first) for v in map(final_value, values))
-            assert identical, f"{name} differs between ranks: {values}"
-            reduced[name] = first
+            distinct = {repr(final_value(value)) for value in values}  # NaN equals NaN as text
+            assert len(distinct) == 1, f"{name} differs between ranks: {values}"
+            reduced[name] = values[0]
         else:
             reduced[name] = _reduce(reduction, values)
     return reduced

@@ -106,7 +106,7 @@ class ShardStateBus:
             name: torch.full((rule.size,), rule.initial, dtype=torch.float64)
             for name, rule in self._rules.items()
         }
-        self._step = {name: -1 for name in self._rules}
+        self._step = dict.fromkeys(self._rules, -1)
         self._last_reported: dict[int, int] = {}
 
     def merge(self, reports: Sequence[ShardReport]) -> dict[str, Tensor]:

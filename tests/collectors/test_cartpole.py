@@ -25,9 +25,11 @@ def make(num_envs: int = 4, *, evaluation: bool = False, **args) -> CartpoleSwin
     return CartpoleSwingup(num_envs=num_envs, device=CPU, evaluation=evaluation, **args)
 
 
-def make_physics(num_envs: int, decimation: int = 1) -> WarpPhysics:
+def make_physics(
+    num_envs: int, decimation: int = 1, model: mujoco.MjModel | None = None
+) -> WarpPhysics:
     return WarpPhysics(
-        mujoco.MjModel.from_xml_path(MODEL_FILE),
+        model or mujoco.MjModel.from_xml_path(MODEL_FILE),
         num_envs=num_envs,
         decimation=decimation,
         max_contacts=0,
@@ -90,6 +92,46 @@ def test_captured_steps_equal_launched_steps_bit_for_bit():
             launched._launch_steps()
         assert torch.equal(captured.qpos, launched.qpos)
         assert torch.equal(captured.qvel, launched.qvel)
+
+
+def test_step_is_decimation_physics_steps():
+    twice, once = make_physics(1, decimation=2), make_physics(1)
+    for physics in (twice, once):
+        put(physics, [[0.1, 2.0]], [[0.2, -1.0]])
+        physics.ctrl.fill_(0.3)
+    twice.step()
+    once.step()
+    once.step()
+    assert torch.equal(twice.qpos, once.qpos)
+
+
+def test_worlds_start_at_rest_although_kernels_were_tried_on_them():
+    model = mujoco.MjModel.from_xml_path(MODEL_FILE)
+    model.opt.gravity[0] = 1.0  # the upright pole would fall
+    physics = make_physics(2, model=model)
+    assert not physics.qpos.any()
+    assert not physics.qvel.any()
+    physics.step()
+    assert physics.qvel.all()
+
+
+def test_accelerations_at_a_horizontal_pole_are_the_textbooks():
+    """The cart's is F / (M + m); the pole's m g l / (I + m l^2) about its hinge, with a capsule's
+    I of a cylinder and two half spheres about the middle."""
+    physics = make_physics(1)
+    put(physics, [[0.0, np.pi / 2]], [[0.0, 0.0]])
+    physics.ctrl.fill_(1.0)
+    physics.step()
+    cart, pole = (physics.qvel[0] / 0.01).tolist()
+    mass, length, radius = 0.1, 1.0, 0.045
+    cylinder = mass / (1 + 4 / 3 * radius / length)
+    inertia = cylinder * (length**2 / 12 + radius**2 / 4) + (mass - cylinder) * (
+        2 / 5 * radius**2 + length**2 / 4 + 3 / 8 * length * radius
+    )
+    assert cart == pytest.approx(10 / 1.1, rel=1e-4)
+    assert pole == pytest.approx(
+        mass * 9.81 * length / 2 / (inertia + mass * length**2 / 4), rel=1e-4
+    )
 
 
 def test_free_pole_keeps_its_energy():
@@ -189,6 +231,8 @@ def test_reward_equals_dm_controls_formula():
 def test_reward_is_of_the_state_after_the_step_and_the_action_held():
     env = make(3, evaluation=True)
     env.reset(0)
+    assert env._physics is not None
+    put(env._physics, [[0.0, 0.0], [1.0, 0.5], [-0.5, -1.0]], [[0.0, 0.0], [1.0, 1.0], [0.0, 3.0]])
     action = torch.tensor([[1.0], [0.0], [-0.5]])
     step = env.step(action)
     obs = step.final_actor_obs.double()

@@ -17,6 +17,7 @@ from collectors.testing import check_env_shard
 from fastsac.core.shard_state import LocalState, MergeRule
 
 LIMIT = 1.0
+"""Distance at which a walk terminates."""
 
 
 class Walk:
@@ -40,9 +41,12 @@ class Walk:
         self.generator = torch.Generator().manual_seed(seed)
         self.position, self.age = torch.zeros(2, self.spec.num_envs)
         self.visits = 0.0
-        return self.reset_envs(torch.ones(self.spec.num_envs, dtype=torch.bool))
+        return self.restart(torch.ones(self.spec.num_envs, dtype=torch.bool))
 
     def reset_envs(self, mask: Tensor) -> Observation:
+        return self.restart(mask)
+
+    def restart(self, mask: Tensor) -> Observation:
         start = LIMIT * torch.rand(self.position.shape, generator=self.generator)
         self.position = torch.where(mask, start, self.position)
         self.age = torch.where(mask, 0.0, self.age)
@@ -58,7 +62,7 @@ class Walk:
         final = self.observe()
         terminated = self.position.abs() > LIMIT
         truncated = (self.age >= self.spec.episode_length) & ~terminated
-        shown = self.reset_envs(terminated | truncated)
+        shown = self.restart(terminated | truncated)
         return Step(
             actor_obs=shown.actor_obs,
             critic_obs=shown.critic_obs,
@@ -141,13 +145,11 @@ def unseeded(self: Walk, seed: int) -> Observation:
 
 
 def resets_everyone(self: Walk, mask: Tensor) -> Observation:
-    return Walk.reset_envs(self, torch.full_like(mask, bool(mask.any())))
+    return self.restart(torch.full_like(mask, bool(mask.any())))
 
 
-def resets_nobody_asked_for(self: Walk, mask: Tensor) -> Observation:
-    fresh = self.age.sum() == 0
-    due = (self.age >= self.spec.episode_length) | (self.position.abs() > LIMIT) | fresh
-    return Walk.reset_envs(self, mask & due)
+def resets_nobody(self: Walk, mask: Tensor) -> Observation:
+    return self.observe()
 
 
 def reports(**states: LocalState) -> type[Walk]:
@@ -217,6 +219,7 @@ def test_env_that_cannot_be_saved_is_noted():
         (broken_spec(episode_length=4, shard_states={}), "report_shard_state gives"),
         (broken(step=writes_into_action), "must not write into its action"),
         (broken_step(lambda s: replace(s, reward=s.reward.double())), "reward is torch.float32"),
+        (broken_step(lambda s: replace(s, reward=s.reward.to("meta"))), "reward is on cpu"),
         (broken_step(lambda s: replace(s, reward=s.reward / 0)), "reward is finite"),
         (broken_step(lambda s: replace(s, truncated=s.truncated.int())), "truncated is torch.bool"),
         (
@@ -243,7 +246,7 @@ def test_env_that_cannot_be_saved_is_noted():
         (broken(reset=reset_goes_on), "starts the stream again"),
         (broken(reset=unseeded), "one stream in two shards"),
         (broken(reset_envs=resets_everyone), "outside its mask alone"),
-        (broken(reset_envs=resets_nobody_asked_for), "where its mask is true"),
+        (broken(reset_envs=resets_nobody), "where its mask is true"),
         (reports(hits=LocalState(value=f64(0))), r"gives \['hits'\], which spec.shard_states"),
         (reports(visits=LocalState(value=f64(0, 0))), r"report of 'visits' is \(1,\)"),
         (reports(visits=LocalState(value=torch.zeros(1))), "'visits' is torch.float64"),

@@ -167,7 +167,9 @@ def test_replay_must_hold_a_batch_beside_a_tick(schedule: str, n_step: int, leas
 
 def test_unknown_fields_are_refused_with_the_nearest_names() -> None:
     message = refusal(algorithm__batchsize=3)
-    assert message.startswith("algorithm.batchsize: unknown field, nearest are algorithm.batch_size,")
+    assert message.startswith(
+        "algorithm.batchsize: unknown field, nearest are algorithm.batch_size,"
+    )
     assert nearest_fields("batch_size")[0] == "algorithm.batch_size"
     assert nearest_fields("algoritm")[0] == "algorithm"
 
