@@ -68,8 +68,8 @@ def trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         ),
         (
             ["--replay.steps_per_env", "4"],
-            "replay.steps_per_env 4 leaves 384 transitions to sample, fewer than "
-            "algorithm.batch_size 512: give replay.steps_per_env of at least 5",
+            "replay.steps_per_env 4 leaves 3 vector steps to sample, algorithm.batch_size 512 and "
+            "replay.n_step 1 need 4: give at least 5",
         ),
         (
             ["--algorithm.weight_publish_interval", "6"],

@@ -240,18 +240,16 @@ class Config(_Section):
         _refuse_unless_divides(
             "evaluation.num_episodes", self.evaluation.num_episodes, "collectors", shards
         )
-        # while the learners sample, an overlapped tick overwrites the oldest rows; the newest
-        # n_step - 1 rows have no full return yet
-        steps_per_env, num_envs = self.replay.steps_per_env, self.env.num_envs
+        # while the learners sample, an overlapped tick overwrites the oldest rows
+        steps_per_env, batch_size = self.replay.steps_per_env, self.algorithm.batch_size
         overlapped = self.fleet.schedule == "overlap"
-        unreadable = self.algorithm.vector_steps_per_tick * overlapped + self.replay.n_step - 1
-        readable = max(0, steps_per_env - unreadable) * num_envs
-        batch_size = self.algorithm.batch_size
+        overwritten = self.algorithm.vector_steps_per_tick * overlapped
+        needed = max(math.ceil(batch_size / self.env.num_envs), self.replay.n_step)
         _refuse_unless(
-            readable >= batch_size,
-            f"replay.steps_per_env {steps_per_env} leaves {readable} transitions to sample, fewer "
-            f"than algorithm.batch_size {batch_size}: give replay.steps_per_env of at least "
-            f"{unreadable + math.ceil(batch_size / num_envs)}",
+            steps_per_env >= overwritten + needed,
+            f"replay.steps_per_env {steps_per_env} leaves {max(0, steps_per_env - overwritten)} "
+            f"vector steps to sample, algorithm.batch_size {batch_size} and replay.n_step "
+            f"{self.replay.n_step} need {needed}: give at least {overwritten + needed}",
         )
         return self
 

@@ -147,11 +147,13 @@ def test_vector_steps_of_a_tick_are_exact_in_decimals(ratio: float, vector_steps
 
 
 @pytest.mark.parametrize(
-    ("schedule", "n_step", "least"),
-    # 64 transitions are 8 vector steps of 8 envs; a tick is 2 vector steps
-    [("alternate", 1, 8), ("overlap", 1, 10), ("overlap", 3, 12)],
+    ("schedule", "n_step", "needed", "least"),
+    # 64 transitions are 8 vector steps of 8 envs; a tick overwrites 2 vector steps
+    [("alternate", 1, 8, 8), ("overlap", 1, 8, 10), ("overlap", 9, 9, 11)],
 )
-def test_replay_must_hold_a_batch_beside_a_tick(schedule: str, n_step: int, least: int) -> None:
+def test_replay_must_hold_a_batch_and_n_steps_beside_a_tick(
+    schedule: str, n_step: int, needed: int, least: int
+) -> None:
     changes = {
         "fleet__schedule": schedule,
         "replay__n_step": n_step,
@@ -159,8 +161,9 @@ def test_replay_must_hold_a_batch_beside_a_tick(schedule: str, n_step: int, leas
     }
     message = refusal(replay__steps_per_env=least - 1, **changes)
     assert message == (
-        f"replay.steps_per_env {least - 1} leaves 56 transitions to sample, fewer than "
-        f"algorithm.batch_size 64: give replay.steps_per_env of at least {least}"
+        f"replay.steps_per_env {least - 1} leaves {needed - 1} vector steps to sample, "
+        f"algorithm.batch_size 64 and replay.n_step {n_step} need {needed}: "
+        f"give at least {least}"
     )
     parse_config(fields(replay__steps_per_env=least, **changes))
 
