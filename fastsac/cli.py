@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ Overrides = Sequence[tuple[str, str]]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 2 for what the user can correct, 1 for a run
     that failed, 130 or 143 for one that SIGINT or SIGTERM stopped after a checkpoint."""
+    sys.path.append(os.getcwd())  # a task may be the module:Class of a file beside the user
     try:
         args, overrides = _parse(list(sys.argv[1:] if argv is None else argv))
         return args.command(args, overrides)

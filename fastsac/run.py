@@ -158,9 +158,8 @@ class Run:
         folder = self.dir / "nonfinite"
         folder.mkdir(exist_ok=True)
         if self._num_dumps < MAX_DUMPS:
-            np.savez(
-                folder / f"{self._num_dumps:04d}-shard{shard}.npz", allow_pickle=False, **values
-            )
+            path = folder / f"{self._num_dumps:04d}-shard{shard}.npz"
+            np.savez(path, allow_pickle=False, **values)
         self._num_dumps += 1
 
     def finish(self, progress: Progress, *, complete: bool) -> dict[str, Any]:

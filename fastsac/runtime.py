@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import os
+import socket
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ from fastsac.core.executor import Executor, InlineExecutor
 
 Runtime = Literal["ray", "inline"]
 
+CONNECT_TIMEOUT_S = 5.0
+"""Longest wait for a cluster's first answer."""
 PLACEMENT_TIMEOUT_S = 60.0
 """Longest wait for resources that the cluster has but others use."""
 
@@ -72,16 +76,28 @@ def connect(address: str | None) -> None:
     import ray
 
     address = address or os.environ.get("RAY_ADDRESS") or "local"
+    if address not in ("local", "auto") and not _answers(address):
+        raise ConfigError(
+            f"no Ray cluster answers at {address!r}: give HOST:PORT of one that `ray start --head` "
+            "shows, or leave --address out to train on this machine"
+        )
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     local = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     try:
         ray.init(address=address, **(local if address == "local" else {}))
-    except (ConnectionError, ValueError) as error:
-        raise ConfigError(
-            f"no Ray cluster at {address!r} ({error}): start one with `ray start --head`, or "
-            "leave --address out to train on this machine"
-        ) from None
+    except ConnectionError:
+        raise ConfigError("no Ray cluster runs here: give its HOST:PORT as --address") from None
+
+
+def _answers(address: str) -> bool:
+    """Whether something listens at HOST:PORT; Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 def _device(wanted: str, *, num_gpus: int) -> str:
@@ -141,7 +157,7 @@ class RayExecutor:
         ).remote(
             dumps((cls, kwargs)),
             packages_root=str(packages_root()),
-            user_path=os.getcwd(),
+            import_path=sys.path,
             threads=threads,
         )
         actor = _Actor(handle, name)
@@ -211,7 +227,7 @@ def _make_host_class() -> type:
 
     class Host:
         def __init__(
-            self, payload: bytes, *, packages_root: str, user_path: str, threads: int
+            self, payload: bytes, *, packages_root: str, import_path: list[str], threads: int
         ) -> None:
             import importlib
             import os.path
@@ -232,8 +248,8 @@ def _make_host_class() -> type:
                     f"fastsac, collectors and learner come from different folders {parents}: "
                     "start the job from a folder without packages of these names"
                 )
-            if user_path not in sys.path:
-                sys.path.append(user_path)
+            # what the driver can import, a user's environment say, the actor can import too
+            sys.path += [entry for entry in import_path if entry not in sys.path]
             torch.set_num_threads(threads)
             cls, kwargs = cloudpickle.loads(payload)
             self._object = cls(**kwargs)

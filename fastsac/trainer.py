@@ -26,7 +26,7 @@ from torch import Tensor
 from collectors.collector import CollectReport
 from collectors.env import EnvFactory, EnvSpec, check_spec, resolve_task
 from collectors.group import CollectorGroup
-from fastsac.core.config import Config, ConfigError
+from fastsac.core.config import Config, ConfigError, parse_config
 from fastsac.core.executor import Executor
 from fastsac.core.metrics import Mean, MetricValue, reduce_over_fleet
 from fastsac.core.normalizer import FleetNormalizer
@@ -92,7 +92,7 @@ def resume(
     run_dir = Path(run_dir).resolve()
     config, state = open_run(run_dir)
     if total_env_steps is not None:
-        config = Config.model_validate(config.model_dump() | {"total_env_steps": total_env_steps})
+        config = parse_config(config.model_dump() | {"total_env_steps": total_env_steps})
     done = state["progress"]["env_steps"]
     if done >= config.total_env_steps:
         raise ConfigError(

@@ -32,10 +32,13 @@ ALGORITHM = {
 EVERY_OBS = torch.tensor([[-0.5, 0.0], [-0.5, 1.0], [0.5, 0.0], [0.5, 1.0]])
 
 
-def learn(tmp_path, env: type[Probe], updates: int = 1200) -> tuple[torch.Tensor, torch.Tensor]:
+def learn(tmp_path, env: type[Probe], **algorithm: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Train; returns Q of every observation under the learnt actions, and those actions."""
     config = small_config(
-        tmp_path, total_env_steps=16 * updates // 4, algorithm=ALGORITHM, replay={"steps_per_env": 400}
+        tmp_path,
+        total_env_steps=4800,
+        algorithm=ALGORITHM | algorithm,
+        replay={"steps_per_env": 400},
     )
     state = saved_state(train(config, env=env, runtime="inline").run_dir)
     learner = state["learners"]["learner"]
@@ -73,6 +76,6 @@ def test_truncation_bootstraps_and_termination_does_not(tmp_path):
 
 
 def test_the_best_action_depends_on_the_observation(tmp_path):
-    q, action = learn(tmp_path, MatchObservation)
+    q, action = learn(tmp_path, MatchObservation, alpha_init=0.05, alpha_lr=1e-4)
     torch.testing.assert_close(action[[0, 2]], torch.tensor([-0.5, 0.5]), atol=0.1, rtol=0)
     assert q[[0, 2]] == pytest.approx([0.0, 0.0], abs=0.1)

@@ -22,10 +22,29 @@ from fastsac.metrics import read_metrics
 from fastsac.trainer import train
 
 REPOSITORY = Path(__file__).parents[1]
-FASTSAC = [sys.executable, "-m", "fastsac.cli"]
+FASTSAC = [sys.executable, "-m", "fastsac"]
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 # a run of seconds on the shipped task, as `--field value` arguments
-SMALL_CARTPOLE = ["--env.num_envs", "8", "--replay.steps_per_env", "200", "--algorithm.batch_size", "32", "--algorithm.actor_hidden", "16", "--algorithm.critic_hidden", "16", "--algorithm.num_atoms", "11", "--evaluation.num_episodes", "2", "--evaluation.interval_env_steps", "0", "--log.tensorboard", "false"]
+SMALL_CARTPOLE = [
+    "--env.num_envs",
+    "8",
+    "--replay.steps_per_env",
+    "200",
+    "--algorithm.batch_size",
+    "32",
+    "--algorithm.actor_hidden",
+    "16",
+    "--algorithm.critic_hidden",
+    "16",
+    "--algorithm.num_atoms",
+    "11",
+    "--evaluation.num_episodes",
+    "2",
+    "--evaluation.interval_env_steps",
+    "0",
+    "--log.tensorboard",
+    "false",
+]
 
 
 @dataclass(frozen=True)
@@ -59,6 +78,7 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
     port, jobs_port = free_port(), free_port()
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     env = os.environ | token | {"RAY_USAGE_STATS_ENABLED": "0"}
+    env["PYTHONPATH"] = str(REPOSITORY / "tests")  # where the probes are
     log = (tmp_path_factory.mktemp("ray") / "ray.log").open("w")
     common = ["--block", "--num-cpus=2", "--object-store-memory=100000000"]
     head = [f"--port={port}", f"--dashboard-port={jobs_port}", "--node-ip-address=127.0.0.1"]
@@ -82,6 +102,11 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
         start("--head", *head)
         wait_until(lambda: answers(port) and answers(jobs_port), "the head answers")
         start(f"--address=127.0.0.1:{port}")
+        import ray
+
+        ray.init(f"127.0.0.1:{port}")
+        wait_until(lambda: len(ray.nodes()) == 2, "the second node joins")
+        ray.shutdown()
         yield Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{jobs_port}", env)
 
 
@@ -110,7 +135,7 @@ def test_a_fleet_that_can_never_be_placed_is_refused(cluster, tmp_path):
 
 
 def test_no_cluster_at_the_address_is_one_line(tmp_path):
-    with pytest.raises(ConfigError, match="no Ray cluster at"):
+    with pytest.raises(ConfigError, match="no Ray cluster answers at"):
         train(small_config(tmp_path), address=f"127.0.0.1:{free_port()}")
 
 

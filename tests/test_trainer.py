@@ -134,7 +134,7 @@ def test_training_works_outside_the_main_thread(tmp_path):
 
 def test_inline_refuses_more_than_one_rank(tmp_path):
     config = small_config(tmp_path, fleet={"num_ranks": 2})
-    with pytest.raises(ConfigError, match="holds 1 rank, fleet.num_ranks is 2"):
+    with pytest.raises(ConfigError, match=r"holds 1 rank, fleet\.num_ranks is 2"):
         train(config, runtime="inline")
 
 

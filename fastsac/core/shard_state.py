@@ -158,9 +158,7 @@ class ShardStateBus:
         fleet = self._values[name]
         if rule.kind == "linear_ema":
             deltas = [(step, local.value) for step, local in told]
-            fleet, self._step[name] = merge_linear_ema(
-                fleet, self._step[name], deltas, rule.rate
-            )
+            fleet, self._step[name] = merge_linear_ema(fleet, self._step[name], deltas, rule.rate)
         elif rule.kind == "weighted_mean":
             sums = [(local.weight, local.value) for _, local in told]
             fleet = merge_weighted_mean(fleet, sums, rule.window)
