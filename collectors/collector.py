@@ -139,17 +139,19 @@ class Collector:
         self._episodes = _EpisodeStats.zero(num_envs, self._device)
         self._reported_step = -1
 
-    def start(self, first_step: int) -> None:
+    def start(self, first_step: int, fleet_state: Mapping[str, Tensor]) -> None:
         """Allocate the replay shard and reset the environments.
 
         Args:
             first_step: vector steps of the run so far; a resumed run's episodes differ from its
                 first ones.
+            fleet_state: the fleet's view of every shard state, for the first resets.
         """
         directory, name = self._replay_place
         self._storage = ReplayStorage.allocate(self._layout, self._device, directory, name)
         self._writer = ReplayWriter(self._storage)
         seed = np.random.SeedSequence([self._env_seed, first_step]).generate_state(1)[0]
+        self._env.apply_shard_state(fleet_state)
         self._observation = self._env.reset(int(seed))
         _check_finite_start(self._observation, self._shard)
         self._writer.start(self._observation.actor_obs, self._observation.critic_obs)

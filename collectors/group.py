@@ -65,14 +65,16 @@ class CollectorGroup:
             for shard in range(fleet.num_shards)
         ]
 
-    def start(self, first_step: int) -> list[list[Any]]:
-        """Make every replay shard and reset every environment.
+    def start(self, first_step: int, fleet_state: Mapping[str, Tensor]) -> list[list[Any]]:
+        """Make every replay shard and reset every environment, under the fleet's view.
 
         Returns:
             Per rank, the pending `ReplayStorage` of each of its shards. Only that rank may
             resolve them: the memory is mapped where they are unpickled.
         """
-        self._executor.wait([self._executor.call(h, "start", first_step) for h in self._handles])
+        self._executor.wait(
+            [self._executor.call(h, "start", first_step, fleet_state) for h in self._handles]
+        )
         return self._by_rank([self._executor.call(h, "storage") for h in self._handles])
 
     def collect(self, policy: Any, fleet_state: Mapping[str, Tensor]) -> list[Any]:

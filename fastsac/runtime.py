@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -52,9 +53,9 @@ def open_executor(
         torch.set_num_threads(fleet.threads_per_rank)
         yield InlineExecutor(), _device(fleet.device, num_gpus=torch.cuda.device_count())
         return
+    connect(address)
     import ray
 
-    connect(address)
     try:
         num_gpus = int(ray.cluster_resources().get("GPU", 0))
         device = _device(fleet.device, num_gpus=num_gpus)
@@ -73,8 +74,6 @@ def connect(address: str | None) -> None:
     Raises:
         ConfigError: nothing answers at `address`.
     """
-    import ray
-
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     if address not in ("local", "auto") and not _answers(address):
         raise ConfigError(
@@ -83,9 +82,18 @@ def connect(address: str | None) -> None:
         )
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    local = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    local: dict[str, Any] = {}
+    if address == "local":
+        local = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        if "ray" not in sys.modules:  # it reads them when it is imported
+            # without a token of this run, Ray would leave one in the user's home, after which
+            # its command line asks for it everywhere
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    import ray
+
     try:
-        ray.init(address=address, **(local if address == "local" else {}))
+        ray.init(address=address, **local)
     except ConnectionError:
         raise ConfigError("no Ray cluster runs here: give its HOST:PORT as --address") from None
 
@@ -253,6 +261,9 @@ def _make_host_class() -> type:
             torch.set_num_threads(threads)
             cls, kwargs = cloudpickle.loads(payload)
             self._object = cls(**kwargs)
+
+        def __repr__(self) -> str:
+            return type(self._object).__name__  # the prefix of its lines in the driver's log
 
         def call(self, method: str, *args: Any) -> Any:
             return getattr(self._object, method)(*args)

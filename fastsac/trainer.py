@@ -111,6 +111,11 @@ class Fleet:
     normalizer: FleetNormalizer
     progress: Progress
 
+    def start(self) -> None:
+        """Make the replay shards, reset the environments, let the ranks meet and map."""
+        storages = self.collectors.start(self.progress.vector_steps, self.bus.values())
+        self.learners.start(storages)
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "progress": self.progress.state_dict(),
@@ -144,10 +149,9 @@ def _run(
         fleet = _make_fleet(executor, config, env or config.env.task, spec, device, run_dir.name)
         stack.enter_context(closing(fleet.collectors))
         stack.enter_context(closing(fleet.learners))
-        first_step = 0 if state is None else state["progress"]["vector_steps"]
-        fleet.learners.start(fleet.collectors.start(first_step))
         if state is not None:
             fleet.load_state_dict(state)
+        fleet.start()
         run = stack.enter_context(closing(Run(run_dir, config, fleet.progress)))
         _train(config, fleet, executor, run, stop)
         complete = fleet.progress.env_steps >= config.total_env_steps

@@ -74,7 +74,6 @@ METRICS: dict[str, Metric] = {
     "fleet/replay_ratio": Metric("driver", "1", "samples drawn / transitions inserted, likewise"),
     "fleet/policy_version": Metric("driver", "updates", "newest published version"),
     "fleet/staleness": Metric("driver", "updates", "newest version - version that acted", "mean"),
-    "fleet/staleness_ticks": Metric("driver", "ticks", "the same in ticks", "mean"),
     "fleet/normalizer_count": Metric("driver", "observations", "observations in the base"),
     # wall clock
     "time/wall": Metric("driver", "s", "since the start of training", wall=True),

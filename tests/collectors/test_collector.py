@@ -35,7 +35,7 @@ def make_collector(tmp_path, env=TerminatedOrTruncated, **overrides) -> Collecto
         "device": "cpu",
     }
     collector = Collector(**(settings | overrides))
-    collector.start(0)
+    collector.start(0, {})
     return collector
 
 
