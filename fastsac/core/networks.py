@@ -138,10 +138,7 @@ class _StackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, fan_in), shared by all, or (num_q, batch, fan_in) -> (num_q, batch, fan_out)"""
-        if x.dim() == 2:
-            num_q, fan_out, fan_in = self.weight.shape
-            shared = F.linear(x, self.weight.view(num_q * fan_out, fan_in), self.bias.view(-1))
-            return shared.view(-1, num_q, fan_out).transpose(0, 1)
+        x = x.expand(self.weight.shape[0], -1, -1)
         return torch.baddbmm(self.bias, x, self.weight.transpose(1, 2))
 
 

@@ -53,6 +53,8 @@ class ReplayLayout:
             "final_slot": ((rows, envs), torch.int32),
             # one slot more than the ring has, for what is not kept
             "final_actor_obs": ((slots + 1, self.actor_obs_dim), torch.float32),
+            "final_owner": ((slots + 1,), torch.int64),
+            "final_cursor": ((1,), torch.int64),
         }
         if self.critic_obs_dim is not None:
             layout["critic_obs"] = ((rows, envs, self.critic_obs_dim), torch.float32)
@@ -73,6 +75,10 @@ class ReplayStorage:
         self.flags = memory["flags"]
         self.final_slot = memory["final_slot"]
         self.final_actor_obs = memory["final_actor_obs"]
+        self.final_owner = memory["final_owner"]
+        """Vector step that owns each slot of the side ring, -1 for none."""
+        self.final_cursor = memory["final_cursor"]
+        """Slot that is granted next."""
         separate = layout.critic_obs_dim is not None
         self.critic_obs = memory["critic_obs"] if separate else None
         self.final_critic_obs = memory["final_critic_obs"] if separate else None
@@ -89,7 +95,9 @@ class ReplayStorage:
         memory = SharedTensors.allocate(
             layout.tensors(), device=device, directory=directory, name=name
         )
-        return cls(layout, memory)
+        storage = cls(layout, memory)
+        storage.final_owner.fill_(-1)
+        return storage
 
     @property
     def rows_written(self) -> int:
@@ -109,15 +117,11 @@ class ReplayStorage:
 
 
 class ReplayWriter:
-    """Appends vector steps to a shard; its only writer."""
+    """Appends vector steps to a shard, after those that it already holds; its only writer."""
 
     def __init__(self, storage: ReplayStorage) -> None:
         self._storage = storage
-        slots, device = storage.layout.final_slots, storage.reward.device
         self._rows = storage.rows_written
-        # vector step that owns each slot of the side ring; owners ascend from the cursor on
-        self._owners = torch.full((slots,), -1, dtype=torch.int64, device=device)
-        self._cursor = torch.zeros((), dtype=torch.int64, device=device)
 
     @property
     def current_actor_obs(self) -> Tensor:
@@ -125,7 +129,14 @@ class ReplayWriter:
         return self._storage.actor_obs[self._rows % self._storage.layout.ring]
 
     def start(self, actor_obs: Tensor, critic_obs: Tensor | None) -> None:
-        """Write the observation that the first action is for."""
+        """Write the observation that the next action is for, between ticks.
+
+        Once rows are written, this means that every environment was reset: the newest
+        transitions that were not done have no next observation any more and are never sampled.
+        """
+        if self._rows:
+            newest = self._storage.flags[(self._rows - 1) % self._storage.layout.ring]
+            newest.masked_fill_((newest & (TERMINATED | TRUNCATED)) == 0, 0)
         self._write_obs(actor_obs, critic_obs)
 
     def append(
@@ -145,7 +156,7 @@ class ReplayWriter:
         """Commit one vector step.
 
         Args:
-            valid: (num_envs,) bool; other transitions are never sampled.
+            valid: (num_envs,) bool; other transitions are never sampled, and may hold NaN.
             final_actor_obs: (num_envs, dim), read where `truncated`.
             actor_obs: (num_envs, dim) observation that the next action is for.
             oldest_readable: lowest vector step that a rank may read during this tick.
@@ -157,12 +168,12 @@ class ReplayWriter:
         s, row = self._storage, self._rows % self._storage.layout.ring
         slot, kept = self._grant_slots(truncated & valid, oldest_readable)
         lost = truncated & valid & ~kept
-        if s.reward.device.type != "cpu" or bool(kept.any()):
-            # copying every row spares a GPU the wait for how many there are
-            s.final_actor_obs.index_copy_(0, slot, final_actor_obs)
-            if s.final_critic_obs is not None:
-                assert final_critic_obs is not None, "the layout has critic observations"
-                s.final_critic_obs.index_copy_(0, slot, final_critic_obs)
+        # a GPU copies every row, rather than wait to know which ones are kept
+        envs = kept.nonzero().flatten() if kept.device.type == "cpu" else slice(None)
+        s.final_actor_obs[slot[envs]] = final_actor_obs[envs]
+        if s.final_critic_obs is not None:
+            assert final_critic_obs is not None, "the layout has critic observations"
+            s.final_critic_obs[slot[envs]] = final_critic_obs[envs]
         s.action[row] = action
         s.reward[row] = torch.where(valid, reward, 0)
         s.final_slot[row] = slot
@@ -180,15 +191,13 @@ class ReplayWriter:
         A slot is free once its owner is older than any readable row. Owners ascend around the
         ring, so the free slots are the ones right after the cursor.
         """
-        num_slots = self._owners.numel()
+        s, num_slots = self._storage, self._storage.layout.final_slots
         order = wanted.cumsum(0) - 1
-        candidate = (self._cursor + order) % num_slots
-        kept = wanted & (order < num_slots) & (self._owners[candidate] < oldest_readable)
+        candidate = (s.final_cursor + order) % num_slots
+        kept = wanted & (order < num_slots) & (s.final_owner[candidate] < oldest_readable)
         slot = torch.where(kept, candidate, num_slots)
-        padded = torch.cat([self._owners, self._owners.new_full((1,), -1)])
-        padded[slot] = self._rows
-        self._owners = padded[:num_slots]
-        self._cursor = (self._cursor + kept.sum()) % num_slots
+        s.final_owner.index_fill_(0, slot, self._rows)
+        s.final_cursor.copy_((s.final_cursor + kept.sum()) % num_slots)
         return slot, kept
 
     def _write_obs(self, actor_obs: Tensor, critic_obs: Tensor | None) -> None:
@@ -206,13 +215,14 @@ class Window(NamedTuple):
     high: int
 
 
-def sample_window(rows_written: int, capacity: int, steps_ahead: int) -> Window:
-    """What may be read while the writer adds up to `steps_ahead` vector steps.
+def sample_window(rows_written: int, capacity: int, vector_steps_ahead: int) -> Window:
+    """What may be read while the writer adds up to `vector_steps_ahead` vector steps.
 
-    Adding vector step W + k - 1 writes the observation of W + k, in the ring row that held
-    vector step W + k - (capacity + 1): one below the window's low end.
+    With W rows written and k steps ahead, the last one to come is W + k - 1. It writes the
+    observation of W + k, in the ring row that held vector step W + k - (capacity + 1): one below
+    the window's low end. The window is empty where k leaves nothing.
     """
-    return Window(max(0, rows_written + steps_ahead - capacity), rows_written)
+    return Window(max(0, rows_written + vector_steps_ahead - capacity), rows_written)
 
 
 class ReplaySampler:
@@ -229,7 +239,7 @@ class ReplaySampler:
 
     def count(self, windows: Sequence[Window]) -> int:
         """Transitions that can be sampled."""
-        return self._valid_cells(windows).numel()
+        return int(self._valid(windows).sum())
 
     def draw(
         self,
@@ -246,15 +256,18 @@ class ReplaySampler:
             ValueError: every transition in the windows was dropped.
         """
         self._windows = list(windows)
-        cells = self._valid_cells(windows)
-        if cells.numel() == 0:
+        valid = self._valid(windows)
+        count = int(valid.sum())
+        if count == 0:
             raise ValueError(
                 "every transition that could be sampled was dropped for a non-finite value: "
                 "mend the environment"
             )
         shape = (num_batches, batch_size)
-        choice = torch.randint(cells.numel(), shape, generator=generator, device=cells.device)
-        return cells[choice].sort(1).values
+        position = torch.randint(count, shape, generator=generator, device=valid.device)
+        if count < valid.numel():
+            position = valid.nonzero().flatten()[position]
+        return self._cells(position, windows).sort(1).values
 
     def gather(self, cells: Tensor) -> Batch:
         """The (n-step) transitions that start in `cells`, one row of `draw`, (batch,)."""
@@ -269,16 +282,23 @@ class ReplaySampler:
             ]
         )
 
-    def _valid_cells(self, windows: Sequence[Window]) -> Tensor:
-        """Cells of all valid transitions in the windows, ascending in shard and time."""
-        parts = []
-        for storage, window, start in zip(self._storages, windows, self._starts, strict=False):
+    def _valid(self, windows: Sequence[Window]) -> Tensor:
+        """Whether each transition in the windows, by shard, time and env, may be sampled."""
+        flags = []
+        for storage, window in zip(self._storages, windows, strict=True):
             rows = torch.arange(*window, device=storage.flags.device) % storage.layout.ring
-            valid = (storage.flags[rows] & VALID) > 0
-            envs = torch.arange(storage.layout.num_envs, device=rows.device)
-            cells = rows[:, None] * storage.layout.num_envs + envs + start
-            parts.append(cells[valid])
-        return torch.cat(parts)
+            flags.append(storage.flags.index_select(0, rows).flatten())
+        return (torch.cat(flags) & VALID) > 0
+
+    def _cells(self, position: Tensor, windows: Sequence[Window]) -> Tensor:
+        """Cells of the transitions that are `position`-th in the order of `_valid`."""
+        cells, first = position, 0
+        for storage, window, start in zip(self._storages, windows, self._starts, strict=False):
+            num_envs, ring = storage.layout.num_envs, storage.layout.ring
+            cell = (position - first + window.low * num_envs) % (ring * num_envs) + start
+            cells = torch.where(position >= first, cell, cells)
+            first += (window.high - window.low) * num_envs
+        return cells
 
     def _gather_shard(self, shard: int, cells: Tensor) -> Batch:
         """Transitions of one shard, whose own cells count from 0."""
@@ -286,21 +306,21 @@ class ReplaySampler:
         num_envs, num_cells = s.layout.num_envs, s.layout.ring * s.layout.num_envs
         last, reward, discount = self._sum_rewards(s, cells, self._windows[shard].high - 1)
         following = (last + num_envs) % num_cells
-        flags = s.flags.view(-1)[last]
+        flags = _take(s.flags, last)
         truncated = (flags & TRUNCATED) > 0
-        slots = s.final_slot.view(-1)[last]
-        obs = s.actor_obs.flatten(0, 1)[cells]
-        next_obs = s.actor_obs.flatten(0, 1)[following]
+        slots = _take(s.final_slot, last)
+        obs = _take(s.actor_obs, cells)
+        next_obs = _take(s.actor_obs, following)
         next_obs = _replace(next_obs, truncated, s.final_actor_obs, slots)
         critic_obs, next_critic_obs = obs, next_obs
         if s.critic_obs is not None and s.final_critic_obs is not None:
-            critic_obs = s.critic_obs.flatten(0, 1)[cells]
-            next_critic_obs = s.critic_obs.flatten(0, 1)[following]
+            critic_obs = _take(s.critic_obs, cells)
+            next_critic_obs = _take(s.critic_obs, following)
             next_critic_obs = _replace(next_critic_obs, truncated, s.final_critic_obs, slots)
         return Batch(
             obs=obs,
             critic_obs=critic_obs,
-            action=s.action.flatten(0, 1)[cells],
+            action=_take(s.action, cells),
             reward=reward,
             next_obs=next_obs,
             next_critic_obs=next_critic_obs,
@@ -317,19 +337,23 @@ class ReplaySampler:
         newest vector step.
         """
         num_envs, num_cells = s.layout.num_envs, s.layout.ring * s.layout.num_envs
-        rewards, flags = s.reward.view(-1), s.flags.view(-1)
-        last, total = cells, rewards[cells]
+        last, total = cells, _take(s.reward, cells)
         discount = torch.full_like(total, self._gamma)
         going = torch.ones_like(cells, dtype=torch.bool)
         for _ in range(self._n_step - 1):
             following = (last + num_envs) % num_cells
-            going &= (flags[last] & (TERMINATED | TRUNCATED)) == 0
+            going &= (_take(s.flags, last) & (TERMINATED | TRUNCATED)) == 0
             going &= last // num_envs != newest % s.layout.ring
-            going &= (flags[following] & VALID) > 0
-            total = total + torch.where(going, discount * rewards[following], 0)
+            going &= (_take(s.flags, following) & VALID) > 0
+            total = total + torch.where(going, discount * _take(s.reward, following), 0)
             discount = torch.where(going, discount * self._gamma, discount)
             last = torch.where(going, following, last)
         return last, total, discount
+
+
+def _take(column: Tensor, cells: Tensor) -> Tensor:
+    """Rows of a `(ring, num_envs, ...)` column; three times as fast as `column[cells]` on CPU."""
+    return column.flatten(0, 1).index_select(0, cells)
 
 
 def _replace(next_obs: Tensor, truncated: Tensor, finals: Tensor, slots: Tensor) -> Tensor:
