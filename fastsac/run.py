@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from collectors.collector import CollectReport
 from fastsac.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from fastsac.config_files import load_config, save_config
 from fastsac.core.config import Config
@@ -132,7 +133,9 @@ class Run:
         self._newest: dict[str, float] = {}
         self._recorded = replace(progress)
         self._clock = time.perf_counter()
-        self._num_dumps = 0
+        self._num_dumps = len(list((run_dir / "nonfinite").glob("*.npz")))
+        self.saved_at: int | None = None
+        """Env steps of the newest checkpoint that this process wrote."""
         self._warn_if_folder_disappears()
 
     def count(self, values: Mapping[str, MetricValue]) -> None:
@@ -151,16 +154,19 @@ class Run:
         self._display.update(progress.env_steps, self._newest)
 
     def save(self, env_steps: int, state: dict[str, Any]) -> None:
+        """Write a checkpoint."""
         save_checkpoint(self.dir, state, env_steps=env_steps, keep=self._config.checkpoint.keep)
+        self.saved_at = env_steps
 
-    def dump(self, shard: int, values: Mapping[str, np.ndarray]) -> None:
-        """Keep a non-finite transition for inspection: nonfinite/NUMBER-shardS.npz."""
+    def dump(self, reports: Sequence[CollectReport]) -> None:
+        """Keep non-finite transitions for inspection: nonfinite/NUMBER-shardS.npz."""
         folder = self.dir / "nonfinite"
-        folder.mkdir(exist_ok=True)
-        if self._num_dumps < MAX_DUMPS:
-            path = folder / f"{self._num_dumps:04d}-shard{shard}.npz"
-            np.savez(path, allow_pickle=False, **values)
-        self._num_dumps += 1
+        for report in reports:
+            for values in report.dumps[: MAX_DUMPS - self._num_dumps]:
+                folder.mkdir(exist_ok=True)
+                path = folder / f"{self._num_dumps:04d}-shard{report.shard}.npz"
+                np.savez(path, allow_pickle=False, **values)
+                self._num_dumps += 1
 
     def finish(self, progress: Progress, *, complete: bool) -> dict[str, Any]:
         """Write summary.json and return it."""

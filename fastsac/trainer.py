@@ -170,7 +170,8 @@ def _train(config: Config, fleet: Fleet, executor: Executor, run: Run, stop: Sto
 
     fleet_state = fleet.bus.values()
     policy = executor.share(learners.publish(progress.updates, fleet.normalizer.published()))
-    while progress.env_steps < config.total_env_steps and not stop:
+    failure = ""
+    while progress.env_steps < config.total_env_steps and not (stop or failure):
         clock = TickClock()
         collecting = collectors.collect(policy, fleet_state)
         if config.fleet.schedule == "alternate":
@@ -206,15 +207,21 @@ def _train(config: Config, fleet: Fleet, executor: Executor, run: Run, stop: Sto
         run.count(reduce_over_fleet([report.metrics for report in reports]))
         run.count(clock.metrics(learned, reports, config.fleet.schedule))
         run.count(_fleet_metrics(fleet, fleet_state, staleness))
-        _stop_if_not_finite(config, progress, reports, run)
+        run.dump(reports)
+        failure = _nonfinite_failure(config, progress, run)
         last = progress.env_steps >= config.total_env_steps
         evaluating = evaluation_due(progress.env_steps) or last
+        saving = checkpoint_due(progress.env_steps) or last
         if evaluating:
             run.count(_evaluate(config, collectors, policy))
-        if record_due(progress.env_steps) or evaluating or stop:
+        if record_due(progress.env_steps) or evaluating or saving or stop or failure:
             run.write(progress)
-        if checkpoint_due(progress.env_steps) or last or stop:
+        if saving:
             run.save(progress.env_steps, fleet.state_dict())
+    if run.saved_at != progress.env_steps:
+        run.save(progress.env_steps, fleet.state_dict())
+    if failure:
+        raise TrainingError(failure)
 
 
 class TickClock:
@@ -271,20 +278,16 @@ def _evaluate(config: Config, collectors: CollectorGroup, policy: Any) -> dict[s
     }
 
 
-def _stop_if_not_finite(
-    config: Config, progress: Progress, reports: Sequence[CollectReport], run: Run
-) -> None:
-    """Keep the dropped transitions; end the run when they are more than an accident."""
-    for report in reports:
-        for values in report.dumps:
-            run.dump(report.shard, values)
+def _nonfinite_failure(config: Config, progress: Progress, run: Run) -> str:
+    """Why the run has to end, when dropped transitions are more than an accident."""
     allowed = max(config.env.num_envs, config.max_nonfinite_rate * progress.env_steps)
-    if progress.nonfinite > allowed:
-        raise TrainingError(
-            f"{progress.nonfinite} of {progress.env_steps} transitions had non-finite values, "
-            f"more than max_nonfinite_rate {config.max_nonfinite_rate:g} (and one per env): "
-            f"see {run.dir / 'nonfinite'} and mend the environment"
-        )
+    if progress.nonfinite <= allowed:
+        return ""
+    return (
+        f"{progress.nonfinite} of {progress.env_steps} transitions had non-finite values, "
+        f"more than max_nonfinite_rate {config.max_nonfinite_rate:g} (and one per env): "
+        f"see {run.dir / 'nonfinite'} and mend the environment"
+    )
 
 
 @dataclass(frozen=True)
