@@ -37,8 +37,9 @@ from learner.update import Learner, Noise
 
 BATCH = "obs next_obs critic_obs next_critic_obs action reward terminated".split()
 UPDATE = (
-    "n_eff action_scale action_bias log_alpha eps_next eps_pi det_action mean log_std next_action next_log_prob "
-    "target_distribution target_value logits critic_loss alpha_loss alpha_grad log_alpha_after actor_loss"
+    "n_eff action_scale action_bias log_alpha eps_next eps_pi det_action mean log_std next_action "
+    "next_log_prob target_distribution target_value logits critic_loss alpha_loss alpha_grad "
+    "log_alpha_after actor_loss"
 ).split()
 STREAM = (
     "reward done truncated sample_t sample_env n_step_reward n_eff next_t next_done next_trunc"
@@ -264,7 +265,9 @@ def _make_learner(golden: Golden) -> Learner:
     g, meta = golden.arrays, golden.meta
     algorithm = AlgorithmConfig(
         **{name: meta[name] for name in SAME_NAMES},
-        **dict.fromkeys(("actor_lr", "critic_lr", "alpha_lr"), meta["lr"]),
+        actor_lr=meta["lr"],
+        critic_lr=meta["lr"],
+        alpha_lr=meta["lr"],
         batch_size=meta["batch"],
         betas=(meta["beta1"], meta["beta2"]),
     )

@@ -3,7 +3,7 @@ import math
 import multiprocessing
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles.replay import ReplayOracle, Transition
 from scipy.stats import chisquare
 
 from fastsac.core.replay import (
@@ -23,7 +22,7 @@ from fastsac.core.replay import (
     Window,
     sample_window,
 )
-from fastsac.core.transition import Batch
+from oracles.replay import ReplayOracle, Transition
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CPU = torch.device("cpu")
@@ -61,17 +60,19 @@ class Shard:
         codes, following = self._codes(t), self._codes(t + 1)
         final_obs, final_critic_obs = _obs(codes + 0.5), _critic_obs(codes + 0.5)
         dropped = torch.tensor(["dropped" in kind for kind in kinds])
-        done = torch.tensor([kind in ("truncated", "both", "dropped truncated") for kind in kinds])
+        truncated = torch.tensor(["truncated" in kind or kind == "both" for kind in kinds])
         terminated = torch.tensor([kind in ("terminated", "both") for kind in kinds])
         reward = codes.masked_fill(dropped, math.nan)
         lost = self.writer.append(
             action=codes[:, None] + 0.125,
             reward=reward,
             terminated=terminated,
-            truncated=done,
+            truncated=truncated,
             valid=~dropped,
-            final_actor_obs=torch.where(done[:, None], final_obs, math.nan),
-            final_critic_obs=self._critic(torch.where(done[:, None], final_critic_obs, math.nan)),
+            final_actor_obs=torch.where(truncated[:, None], final_obs, math.nan),
+            final_critic_obs=self._critic(
+                torch.where(truncated[:, None], final_critic_obs, math.nan)
+            ),
             actor_obs=_obs(following),
             critic_obs=self._critic(_critic_obs(following)),
             oldest_readable=oldest_readable,
@@ -79,7 +80,7 @@ class Shard:
         row = []
         for env, kind in enumerate(kinds):
             code = float(codes[env])
-            after = code + 0.5 if bool(done[env]) else float(following[env])
+            after = code + 0.5 if bool(truncated[env]) else float(following[env])
             row.append(
                 Transition(
                     obs=(code, -code),
@@ -89,7 +90,7 @@ class Shard:
                     next_obs=(after, -after),
                     next_critic_obs=(after, 2 * after, 3 * after),
                     terminated=kind in ("terminated", "both"),
-                    truncated=bool(done[env]),
+                    truncated=bool(truncated[env]),
                     valid="dropped" not in kind,
                 )
             )
@@ -206,7 +207,7 @@ def test_all_that_may_be_sampled_comes_back_whole_while_the_writer_goes_on(
     layouts, shared_obs, n_step, data
 ):
     if shared_obs:
-        layouts = [layout(**{**vars_of(one), "critic_obs_dim": None}) for one in layouts]
+        layouts = [replace(one, critic_obs_dim=None) for one in layouts]
     with tempfile.TemporaryDirectory() as directory:
         fleet = Fleet(directory, layouts, n_step)
         for _ in range(data.draw(st.integers(1, 7), "ticks")):
@@ -226,10 +227,6 @@ def test_all_that_may_be_sampled_comes_back_whole_while_the_writer_goes_on(
                         )
                         shard.append(data.draw(kinds), oldest_readable=window.low)
         fleet.close()
-
-
-def vars_of(one: ReplayLayout) -> dict[str, int]:
-    return {"capacity": one.capacity, "num_envs": one.num_envs, "final_slots": one.final_slots}
 
 
 def test_window_leaves_out_exactly_the_rows_that_the_writer_may_overwrite(tmp_path):
@@ -311,10 +308,13 @@ def test_n_step_windows_agree_with_the_golden_numbers(tmp_path, name, num_past_n
     golden = np.load(GOLDEN / f"{name}.npz")
     meta = json.loads(str(golden["meta"]))
     steps, num_envs, n, gamma = (meta[k] for k in ("steps", "num_envs", "n", "gamma"))
-    sizes = layout(capacity=meta["capacity"], num_envs=num_envs, final_slots=steps * num_envs)
-    storage = ReplayStorage.allocate(
-        ReplayLayout(**{**sizes.__dict__, "critic_obs_dim": None}), CPU, str(tmp_path), name
+    sizes = layout(
+        capacity=meta["capacity"],
+        num_envs=num_envs,
+        final_slots=steps * num_envs,
+        critic_obs_dim=None,
     )
+    storage = ReplayStorage.allocate(sizes, CPU, str(tmp_path), name)
     writer = ReplayWriter(storage)
 
     def obs(t: float) -> torch.Tensor:
@@ -418,7 +418,7 @@ def test_cells_beyond_2_to_the_24_are_exact(tmp_path):
     cells = sampler.draw(windows, 1, 20_000, torch.Generator().manual_seed(0))[0]
     assert cells.max() > 2**24 + 2**23
     assert (cells % 2).float().mean() == pytest.approx(0.5, abs=0.02)
-    batch: Batch = sampler.gather(cells)
+    batch = sampler.gather(cells)
     row = cells // 4096 % sizes.ring
     assert torch.equal(batch.obs[:, 0].long(), row)
     assert torch.equal(batch.action[:, 0].long(), cells % 4096)

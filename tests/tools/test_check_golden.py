@@ -16,7 +16,7 @@ def perturbed_copy(directory: Path, name: str, key: str, amount: float) -> str:
     changed[0] = changed[0] + amount
     arrays[key] = changed.reshape(arrays[key].shape)
     path = directory / name
-    np.savez(path, **arrays)
+    np.savez(path, allow_pickle=False, **arrays)
     return str(path)
 
 
@@ -40,7 +40,7 @@ def test_recorded_numbers_are_met(capsys):
         ("update_b.npz", "target_after/qnets.2.net.9.bias", 1e-4),
         ("update_b.npz", "critic_after/qnets.0.net.7.weight", 3e-4),
         ("nstep_a.npz", "n_step_reward", 1e-4),
-        ("nstep_a.npz", "next_t", 1.0),
+        ("nstep_a.npz", "next_t", -1.0),
         ("nstep_b.npz", "n_eff", 1.0),
         ("nstep_b.npz", "next_trunc", -1),
     ],
