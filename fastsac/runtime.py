@@ -237,6 +237,7 @@ def _make_host_class() -> type:
         def __init__(
             self, payload: bytes, *, packages_root: str, import_path: list[str], threads: int
         ) -> None:
+            import ctypes
             import importlib
             import os.path
             import sys
@@ -259,6 +260,13 @@ def _make_host_class() -> type:
             # what the driver can import, a user's environment say, the actor can import too
             sys.path += [entry for entry in import_path if entry not in sys.path]
             torch.set_num_threads(threads)
+            # glibc gives an update's large tensors back to the system and faults them in again;
+            # keeping them saves a tenth of an update. Elsewhere there is no mallopt.
+            mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+            if mallopt is not None:
+                m_trim_threshold, m_mmap_threshold = -1, -3  # names and numbers of malloc.h
+                mallopt(m_mmap_threshold, 32 * 2**20)
+                mallopt(m_trim_threshold, 2**30)
             cls, kwargs = cloudpickle.loads(payload)
             self._object = cls(**kwargs)
 

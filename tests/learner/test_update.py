@@ -148,3 +148,47 @@ def test_actor_parameters_are_a_copy():
     update(learner, 0)
     assert torch.equal(published, start)
     assert not torch.equal(learner.actor_parameters(), start)
+
+
+def test_each_network_has_its_own_learning_rate_and_log_alpha_no_weight_decay():
+    """AdamW's first step: p (1 - lr * decay) - lr * g / (|g| + eps)."""
+    rates = {"actor": 1e-3, "critic": 2e-3, "log_alpha": 3e-3}
+    learner = make_learner(
+        actor_lr=rates["actor"],
+        critic_lr=rates["critic"],
+        alpha_lr=rates["log_alpha"],
+        weight_decay=0.5,
+    )
+    start = parameters(learner)
+    update(learner, 0)
+    flats = {
+        "actor": learner.flat_actor,
+        "critic": learner.flat_critic,
+        "log_alpha": learner.flat_alpha,
+    }
+    for name, flat in flats.items():
+        decay = 0.0 if name == "log_alpha" else 0.5
+        direction = flat.gradient / (flat.gradient.abs() + 1e-8)
+        expected = start[name] * (1 - rates[name] * decay) - rates[name] * direction
+        torch.testing.assert_close(flat.values.detach(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_metrics_are_of_the_critic_before_its_step_and_of_alpha_after_its_own():
+    learner, before = make_learner(), make_learner()
+    batch, noise = make_batch(0)
+    metrics = update(learner, 0)
+    support = torch.linspace(-5, 5, 11)
+    with torch.no_grad():
+        q = before.critic(batch.critic_obs, batch.action).softmax(-1) @ support
+        log_prob = before.actor.sample(batch.next_obs, noise.next).log_prob
+        log_std = before.actor(batch.obs)[1]
+    expected = {
+        "q_mean": q.mean(),
+        "q_min": q.min(),
+        "q_max": q.max(),
+        "entropy": -log_prob.mean(),
+        "alpha": learner.flat_alpha.values.detach().exp().squeeze(),
+        "action_std": log_std.exp().mean(),
+    }
+    for name, value in expected.items():
+        torch.testing.assert_close(metrics[name], value, msg=lambda text, n=name: f"{n}: {text}")
