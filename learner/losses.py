@@ -15,6 +15,9 @@ from torch import Tensor
 from fastsac.core.networks import ActionSample, Actor, CriticEnsemble
 from fastsac.core.transition import Batch
 
+LARGEST_OBS = 1e6
+"""In standard deviations; beyond it, a terminated row's next observation is not looked at."""
+
 CriticTarget = Literal["each", "min", "mean"]
 
 
@@ -59,10 +62,10 @@ def critic_targets(
     z' = r + discount * (z - alpha log pi(a'|s')), without the bootstrap where terminated. What
     `next_obs` holds there does not matter to the targets, were it NaN.
     """
-    next_obs = _without_nonfinite(batch.next_obs, batch.terminated)
+    next_obs = _without_absurd(batch.next_obs, batch.terminated)
     next_critic_obs = next_obs
     if batch.next_critic_obs is not batch.next_obs:
-        next_critic_obs = _without_nonfinite(batch.next_critic_obs, batch.terminated)
+        next_critic_obs = _without_absurd(batch.next_critic_obs, batch.terminated)
     sample = actor.sample(next_obs, noise)
     probabilities = target_critic(next_critic_obs, sample.action).softmax(-1)
     entropy_bonus = (alpha * sample.log_prob)[:, None]
@@ -111,6 +114,6 @@ def actor_loss(
     return (alpha * sample.log_prob - q).mean(), sample
 
 
-def _without_nonfinite(obs: Tensor, terminated: Tensor) -> Tensor:
-    """`obs` with zeros for what is not finite in terminated rows."""
-    return torch.where(terminated[:, None] & ~obs.isfinite(), 0, obs)
+def _without_absurd(obs: Tensor, terminated: Tensor) -> Tensor:
+    """`obs` with zeros for NaN and for what would overflow the networks, in terminated rows."""
+    return torch.where(terminated[:, None] & ~(obs.abs() < LARGEST_OBS), 0, obs)

@@ -157,7 +157,7 @@ def gradients(critic: CriticEnsemble, loss: Tensor) -> Tensor:
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(critic.parameters()))])
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30])
 @pytest.mark.parametrize("critic_obs_dim", [None, 7])
 def test_next_obs_of_terminated_rows_does_not_matter(poison, critic_obs_dim):
     actor, critic = make_networks(critic_obs_dim or 4)
