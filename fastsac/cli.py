@@ -39,17 +39,17 @@ def _train(args: argparse.Namespace, overrides: Overrides) -> int:
 
 
 def _resume(args: argparse.Namespace, overrides: Overrides) -> int:
-    from fastsac.config_files import load_config
-
     total_env_steps = None
     for field, _ in overrides:
         if field != "total_env_steps":
             raise ValueError(
                 f"{field}: a resumed run keeps its configuration, only total_env_steps can change"
             )
-    if overrides:
-        total_env_steps = load_config(str(args.run / "config.yaml"), overrides).total_env_steps
+    from fastsac.run import run_config
     from fastsac.trainer import resume
+
+    if overrides:
+        total_env_steps = run_config(args.run, overrides).total_env_steps
 
     return _run_to_the_end(
         lambda: resume(

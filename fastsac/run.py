@@ -62,12 +62,23 @@ def open_run(run_dir: Path) -> tuple[Config, dict[str, Any]]:
     Raises:
         ValueError: the folder holds no run, or no whole checkpoint.
     """
-    if not (run_dir / "config.yaml").is_file():
-        raise ValueError(f"{run_dir} is not a run: give a folder that holds a config.yaml")
+    config = run_config(run_dir)
     checkpoint = newest_checkpoint(run_dir)
     if checkpoint is None:
         raise ValueError(f"{run_dir} has no whole checkpoint: train it anew")
-    return load_config(str(run_dir / "config.yaml"), []), load_checkpoint(checkpoint)
+    return config, load_checkpoint(checkpoint)
+
+
+def run_config(run_dir: Path, overrides: Sequence[tuple[str, str]] = ()) -> Config:
+    """Configuration that a run keeps.
+
+    Raises:
+        ValueError: the folder holds no run, or an override is refused.
+    """
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        raise ValueError(f"{run_dir} is not a run: give a folder that holds a config.yaml")
+    return load_config(str(path), overrides)
 
 
 class StopRequest:

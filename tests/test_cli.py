@@ -67,9 +67,9 @@ def trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
             "env.num_envs 127 does not divide by 2 (collectors): nearest valid [126, 128]",
         ),
         (
-            ["--replay.steps_per_env", "4"],
-            "replay.steps_per_env 4 leaves 3 vector steps to sample, algorithm.batch_size 512 and "
-            "replay.n_step 1 need 4: give at least 5",
+            ["--replay.steps_per_env", "5", "--algorithm.batch_size", "512"],
+            "replay.steps_per_env 5 leaves 3 vector steps to sample, algorithm.batch_size 512 and "
+            "replay.n_step 1 need 4: give at least 6",
         ),
         (
             ["--algorithm.weight_publish_interval", "6"],
@@ -98,7 +98,7 @@ def test_train_refuses_in_one_line(
         (["train", "."], ". is a folder: give a YAML file"),
         (["eval", ".", "--episodes", "0"], "argument --episodes: given '0', should be an integer"),
         (["eval", ".", "--seed", "-1"], "argument --seed: "),
-        (["resume", ".", "--total_env_steps", "9"], "no configuration 'config.yaml': give the"),
+        (["resume", ".", "--total_env_steps", "9"], ". is not a run: give a folder that holds a"),
         (["resume", ".", "--algorithm.tau", "1"], "algorithm.tau: a resumed run keeps its conf"),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import socket
 import subprocess
 import sys
@@ -74,10 +73,9 @@ def answers(port: int) -> bool:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory) -> Iterator[Cluster]:
-    """Two nodes of two CPUs, with their own token, so that no other cluster is touched."""
+    """Two nodes of two CPUs. They end by themselves: `ray stop` would end other clusters too."""
     port, jobs_port = free_port(), free_port()
-    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    env = os.environ | token | {"RAY_USAGE_STATS_ENABLED": "0"}
+    env = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
     env["PYTHONPATH"] = str(REPOSITORY / "tests")  # where the probes are
     log = (tmp_path_factory.mktemp("ray") / "ray.log").open("w")
     common = ["--block", "--num-cpus=2", "--object-store-memory=100000000"]
@@ -88,9 +86,7 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
         command = [*RAY, "start", *common, *arguments]
         nodes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
 
-    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
-        for name, value in token.items():
-            patch.setenv(name, value)
+    with contextlib.ExitStack() as stack:
 
         def stop() -> None:
             for node in reversed(nodes):
