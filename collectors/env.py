@@ -171,6 +171,4 @@ def check_spec(spec: EnvSpec, *, num_envs: int) -> None:
         )
     empty = (spec.action_low >= spec.action_high).nonzero().flatten().tolist()
     if empty:
-        raise ValueError(
-            f"action_low is not below action_high for joints {empty}: give low < high"
-        )
+        raise ValueError(f"action_low is not below action_high for joints {empty}: give low < high")

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from probes import BreaksSometimes, ConstantReward, TerminatedOrTruncated
+from probes import BreaksSometimes, ConstantReward, Probe, TerminatedOrTruncated
 
 from collectors.collector import Collector, CollectorSeeds
 from fastsac.core.normalizer import Normalizer, ObsNormalizers
@@ -19,7 +19,7 @@ SPEC = PolicySpec(
 )
 
 
-def make_collector(tmp_path, env=TerminatedOrTruncated, **overrides) -> Collector:
+def make_collector(tmp_path, env: type[Probe] = TerminatedOrTruncated, **overrides) -> Collector:
     settings = {
         "shard": 0,
         "env": env,
@@ -86,7 +86,10 @@ def test_moments_count_each_observation_acted_on_once(tmp_path):
     collector = make_collector(tmp_path)
     acted_on = []
     sample = collector._policy.sample
-    collector._policy.sample = lambda obs, g: (acted_on.append(obs.clone()), sample(obs, g))[1]
+    collector._policy.sample = lambda obs, generator: (
+        acted_on.append(obs.clone()),
+        sample(obs, generator),
+    )[1]
     for tick in range(2):
         acted_on.clear()
         moments = collector.collect(published(), {}, 3, 0).moments.actor
