@@ -106,7 +106,7 @@ def _list_tasks(args: argparse.Namespace, overrides: Overrides) -> int:
 
     configs: dict[str, list[str]] = {}
     for name in shipped_configs():
-        configs.setdefault(load_config(name, []).env.task, []).append(name)
+        configs.setdefault(load_config(name).env.task, []).append(name)
     table = Table("task", "what it is", "shipped configurations")
     for task in TASKS:
         doc = (resolve_task(task).__doc__ or "").strip().partition("\n")[0]

@@ -13,7 +13,7 @@ import yaml
 from fastsac.core.config import Config, ConfigError, parse_config
 
 
-def load_config(name_or_path: str, overrides: Sequence[tuple[str, str]]) -> Config:
+def load_config(name_or_path: str, overrides: Sequence[tuple[str, str]] = ()) -> Config:
     """Build the configuration of a file, or of a shipped name, with overrides.
 
     Args:

@@ -153,7 +153,7 @@ def test_failures_of_training_exit_with_1_and_refusals_with_2(
 def test_resume_takes_a_new_end_only(
     trainer: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_config(load_config("cartpole-swingup", []), trainer.run_dir / "config.yaml")
+    save_config(load_config("cartpole-swingup"), trainer.run_dir / "config.yaml")
     run = str(trainer.run_dir)
     assert main(["resume", run]) == 0
     assert main(["resume", run, "--total_env_steps", "1e6", "--runtime=inline"]) == 0

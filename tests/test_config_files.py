@@ -34,7 +34,7 @@ def refusal(name_or_path: str, *overrides: tuple[str, str]) -> str:
 
 @pytest.mark.parametrize("name", shipped_configs())
 def test_shipped_configs_load_by_name(name: str) -> None:
-    assert load_config(name, []).name == name
+    assert load_config(name).name == name
 
 
 def test_cartpole_is_shipped() -> None:
@@ -47,7 +47,7 @@ def test_cartpole_is_shipped() -> None:
 )
 def test_numbers_are_read_as_yaml_1_2_reads_them(tmp_path: Path, text: str, number: float) -> None:
     path = write(tmp_path, f"{SMALL}  v_min: -1e9\n  v_max: 1e9\n  target_entropy_ratio: {text}\n")
-    assert load_config(path, []).algorithm.target_entropy_ratio == number
+    assert load_config(path).algorithm.target_entropy_ratio == number
 
 
 def test_words_that_resemble_numbers_stay_text(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_saved_config_loads_to_an_equal_one(tmp_path: Path, changes: list[tuple[
     config = load_config("cartpole-swingup", changes)
     path = tmp_path / "saved.yaml"
     save_config(config, path)
-    assert load_config(str(path), []) == config
+    assert load_config(str(path)) == config
 
 
 def test_text_that_yaml_1_2_reads_as_a_number_is_saved_in_quotes(tmp_path: Path) -> None:
@@ -155,4 +155,4 @@ def test_text_that_yaml_1_2_reads_as_a_number_is_saved_in_quotes(tmp_path: Path)
     save_config(config, path)
     saved: Any = yaml.safe_load(path.read_text())
     assert saved["env"]["args"] == {"a": "1e6"}
-    assert load_config(str(path), []).env.args == {"a": "1e6"}
+    assert load_config(str(path)).env.args == {"a": "1e6"}

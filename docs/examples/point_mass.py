@@ -93,6 +93,6 @@ if __name__ == "__main__":
     from fastsac.config_files import load_config
     from fastsac.trainer import train
 
-    config = load_config(str(Path(__file__).with_suffix(".yaml")), [])
+    config = load_config(str(Path(__file__).with_suffix(".yaml")))
     result = train(config, env=PointMass)
     print(result.summary["metrics"]["eval/return"], result.run_dir)
