@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 from collectors.collector import Collector, CollectorSeeds, CollectReport, EpisodeReport
 from collectors.env import EnvFactory
 from fastsac.core.config import Config
-from fastsac.core.executor import Executor
+from fastsac.core.executor import Executor, WorkerDied
 from fastsac.core.policy import PolicySpec
 from fastsac.core.replay import Window, sample_window
 
@@ -157,7 +158,9 @@ class CollectorGroup:
         )
 
     def close(self) -> None:
-        self._executor.wait([self._executor.call(h, "close") for h in self._handles])
+        for handle in self._handles:
+            with suppress(WorkerDied):
+                self._executor.wait([self._executor.call(handle, "close")])
 
     def _by_rank(self, shards: list[T]) -> list[list[T]]:
         size = self._shards_per_rank

@@ -21,7 +21,7 @@ import torch
 
 import fastsac
 from fastsac.core.config import ConfigError, FleetConfig
-from fastsac.core.executor import Executor, InlineExecutor
+from fastsac.core.executor import Executor, InlineExecutor, WorkerDied
 
 Runtime = Literal["ray", "inline"]
 
@@ -182,10 +182,15 @@ class RayExecutor:
 
     def wait(self, pending: Sequence[Any]) -> list[Any]:
         import ray
-        from ray.exceptions import RayTaskError
+        from ray.exceptions import ActorDiedError, RayTaskError
 
         try:
             return ray.get(list(pending))
+        except ActorDiedError as error:
+            names = {actor.handle._actor_id.hex(): actor.name for actor in self._actors}
+            name = names.get(error.actor_id or "", "an actor")
+            reason = str(error).strip().splitlines()[-1]
+            raise WorkerDied(f"the process of {name} died: {reason}") from error
         except RayTaskError as error:
             if isinstance(error.cause, ValueError):
                 raise error.cause from error

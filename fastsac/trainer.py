@@ -27,7 +27,7 @@ from collectors.collector import CollectReport
 from collectors.env import EnvFactory, EnvSpec, check_spec, resolve_task
 from collectors.group import CollectorGroup
 from fastsac.core.config import Config, ConfigError, parse_config
-from fastsac.core.executor import Executor
+from fastsac.core.executor import Executor, WorkerDied
 from fastsac.core.metrics import Mean, MetricValue, reduce_over_fleet
 from fastsac.core.normalizer import FleetNormalizer
 from fastsac.core.progress import Progress, updates_owed
@@ -153,7 +153,13 @@ def _run(
             fleet.load_state_dict(state)
         fleet.start()
         run = stack.enter_context(closing(Run(run_dir, config, fleet.progress)))
-        _train(config, fleet, executor, run, stop)
+        try:
+            _train(config, fleet, executor, run, stop)
+        except WorkerDied as error:
+            raise TrainingError(
+                f"{error} (`fastsac resume {run_dir}` goes on from the newest checkpoint, which "
+                "checkpoint.interval_env_steps makes during training)"
+            ) from error
         complete = fleet.progress.env_steps >= config.total_env_steps
         summary = run.finish(fleet.progress, complete=complete)
     return RunResult(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from fastsac.core.config import Config
-from fastsac.core.executor import Executor
+from fastsac.core.executor import Executor, WorkerDied
 from fastsac.core.normalizer import ObsNormalizers
 from fastsac.core.policy import PolicySpec, PublishedPolicy
 from fastsac.core.replay import Window
@@ -131,7 +132,9 @@ class LearnerGroup:
         self._take_parameters()
 
     def close(self) -> None:
-        self._call_all("close")
+        for handle in self._handles:
+            with suppress(WorkerDied):
+                self._executor.wait([self._executor.call(handle, "close")])
 
     def _take_parameters(self) -> None:
         [self._parameters] = self._executor.wait(

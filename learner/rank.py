@@ -67,6 +67,7 @@ class LearnerRank:
             generator=torch.Generator().manual_seed(init_seed),
         )
         self._updates = 0
+        self._storages: tuple[ReplayStorage, ...] = ()
 
     def open_store(self, host: str, timeout_s: float) -> int:
         """Serve the group's rendezvous on `host` (rank 0 only); returns the port."""
@@ -100,6 +101,7 @@ class LearnerRank:
 
     def attach(self, *storages: ReplayStorage) -> None:
         """Sample from these replay shards, in shard order."""
+        self._storages = storages
         self._sampler = ReplaySampler(storages, self._n_step, self._algorithm.gamma)
 
     def update(
@@ -137,6 +139,9 @@ class LearnerRank:
         self._generator.set_state(state["generator"])
 
     def close(self) -> None:
+        """Leave the process group, and give back the replay memory of collectors that died."""
+        for storage in self._storages:
+            storage.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -11,6 +11,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 
+class WorkerDied(RuntimeError):
+    """A process that held one of our objects is gone."""
+
+
 class Executor(Protocol):
     """Spawn a class on a host, call its methods, wait for results."""
 
@@ -27,7 +31,7 @@ class Executor(Protocol):
         ...
 
     def wait(self, pending: Sequence[Any]) -> list[Any]:
-        """Results in the order of `pending`; raises what a method raised."""
+        """Results in the order of `pending`; raises what a method raised, or `WorkerDied`."""
         ...
 
     def host_address(self, *, bundle: int) -> str:

@@ -109,7 +109,7 @@ class ReplayStorage:
         self._rows_written += 1
 
     def close(self) -> None:
-        """Give the memory back; the owner's duty."""
+        """Give the memory back once nobody maps it any more."""
         self._memory.close()
 
     def __reduce__(self) -> tuple[type[ReplayStorage], tuple[ReplayLayout, SharedTensors]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import math
 import os
 import shutil
@@ -31,7 +32,8 @@ class SharedTensors:
         self._tensors = tensors
         self._layout = layout
         self._path = path
-        self._is_owner = False
+        self._lock: int | None = None
+        """Descriptor that the owner holds locked while it lives."""
 
     @classmethod
     def allocate(
@@ -49,19 +51,25 @@ class SharedTensors:
             }
             return cls(tensors, layout, None)
         path = Path(directory) / name
-        _reserve(path, _num_bytes(layout))
+        _remove_stale(path)
+        lock = _reserve(path, _num_bytes(layout))
         shared = _map_file(path, layout)
-        shared._is_owner = True
+        shared._lock = lock
         return shared
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
 
     def close(self) -> None:
-        """Give the memory back once nobody maps it any more; only the owner's call counts."""
-        if self._is_owner and self._path is not None:
+        """Give the memory back once nobody maps it any more.
+
+        Whoever maps it may call this when the run is over, so that a dead owner leaves nothing.
+        """
+        if self._path is not None:
             self._path.unlink(missing_ok=True)
-            self._is_owner = False
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._path is not None:
@@ -72,17 +80,39 @@ class SharedTensors:
         return _open_handles, (handles, self._layout)
 
 
-def _reserve(path: Path, num_bytes: int) -> None:
-    """Make a file whose every page is there, so that a full disk is an error here and now."""
+def _remove_stale(path: Path) -> None:
+    """Remove what a killed owner left behind; a living one holds its lock."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        return  # nothing there, or not ours: making it says so
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+    except BlockingIOError:
+        raise ValueError(
+            f"replay shard {path} is in use: wait until the process that trains this run has ended"
+        ) from None
+    finally:
+        os.close(descriptor)
+
+
+def _reserve(path: Path, num_bytes: int) -> int:
+    """Make a file whose every page is there, so that a full disk is an error here and now.
+
+    Returns:
+        Its descriptor, locked.
+    """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, num_bytes)
         except OSError:
+            os.close(descriptor)
             path.unlink()
             raise
-        finally:
-            os.close(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        return descriptor
     except OSError as error:
         advice = "set replay.dir to a folder with room"
         if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EINVAL):
