@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -212,3 +213,28 @@ def test_ray_job_stop_checkpoints_and_resume_continues(cluster, tmp_path):
     done = subprocess.run(resume, env=cluster.env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert saved_state(run_dir)["progress"]["env_steps"] == stopped_at + 160
+
+
+def holder_of(path: Path) -> int:
+    """Process that has a file open: the collector that owns a replay shard."""
+    for entry in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(entry) == str(path):
+                return int(entry.parts[2])
+    raise AssertionError(f"nobody has {path} open")
+
+
+def test_a_killed_collector_is_named_and_leaves_no_memory_behind(cluster, tmp_path):
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    command = [*FASTSAC, "train", "cartpole-swingup", "--address", cluster.address]
+    command += [*SMALL_CARTPOLE, "--total_env_steps", "100000000", "--replay.dir", str(shards)]
+    command += ["--log.dir", str(tmp_path / "runs")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=cluster.env, **pipes) as process:
+        wait_until(lambda: any(tmp_path.glob("runs/*/metrics.jsonl")), "the run starts")
+        os.kill(holder_of(next(shards.glob("*shard1"))), signal.SIGKILL)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "error: the process of Collector of rank 0 died" in errors
+    assert not list(shards.iterdir())

@@ -111,12 +111,13 @@ def test_one_stop_signal_checkpoints_and_leaves(tmp_path):
                 signal.raise_signal(signal.SIGTERM)
             return super().step(action)
 
+    handler = signal.getsignal(signal.SIGTERM)
     result = train(small_config(tmp_path), env=StopsItself, runtime="inline")
     state = saved_state(result.run_dir)
     assert result.exit_status == 143
     assert not result.summary["complete"]
     assert state["progress"]["env_steps"] == counted_metrics(result.run_dir)[-1]["env_steps"] < 640
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == handler
     resumed = resume(result.run_dir, env=ConstantReward, runtime="inline")
     assert resumed.exit_status == 0
     assert resumed.summary["env_steps"] == 640
