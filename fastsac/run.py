@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import os
+import shutil
 import signal
 import threading
 import time
@@ -40,20 +41,32 @@ class RunResult:
 
 
 def new_run_dir(config: Config) -> Path:
-    """Make `log.dir/name-seed-time`, holding the configuration as config.yaml."""
+    """Make `log.dir/name-seed-time`, holding the configuration as config.yaml.
+
+    Raises:
+        ValueError: the folder cannot be made.
+    """
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     base = Path(config.log.dir).expanduser().resolve()
     name = f"{config.name}-seed{config.seed}-{stamp}"
-    base.mkdir(parents=True, exist_ok=True)
-    for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
-        run_dir = base / (name + suffix)
-        try:
-            run_dir.mkdir()
-        except FileExistsError:
-            continue
+    candidates = (base / (name + suffix) for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        run_dir = next(path for path in candidates if not path.exists())
+        run_dir.mkdir()
         save_config(config, run_dir / "config.yaml")
-        return run_dir
-    raise ValueError(f"{base} already holds a thousand runs named {name}: wait a second")
+    except OSError as error:
+        raise ValueError(
+            f"log.dir {config.log.dir!r} cannot hold a run ({error.strerror}): give a folder that "
+            "you may write"
+        ) from None
+    return run_dir
+
+
+def remove_unused(run_dir: Path) -> None:
+    """Remove the folder of a run that was refused before it recorded anything."""
+    if not (run_dir / "metrics.jsonl").exists():
+        shutil.rmtree(run_dir)
 
 
 def open_run(run_dir: Path) -> tuple[Config, dict[str, Any]]:

@@ -33,7 +33,7 @@ from fastsac.core.normalizer import FleetNormalizer
 from fastsac.core.progress import Progress, updates_owed
 from fastsac.core.shard_state import ShardStateBus
 from fastsac.evaluation import policy_spec
-from fastsac.run import Due, Run, RunResult, StopRequest, new_run_dir, open_run
+from fastsac.run import Due, Run, RunResult, StopRequest, new_run_dir, open_run, remove_unused
 from fastsac.runtime import Runtime, open_executor
 from learner.group import LearnerGroup
 from learner.rank import LearnReport
@@ -65,7 +65,11 @@ def train(
         config = _with_task(config, env)
     spec = _env_spec(config, env)
     run_dir = new_run_dir(config)
-    return _run(config, env, spec, run_dir, None, runtime, address)
+    try:
+        return _run(config, env, spec, run_dir, None, runtime, address)
+    except ValueError:
+        remove_unused(run_dir)
+        raise
 
 
 def resume(

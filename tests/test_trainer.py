@@ -146,6 +146,20 @@ def test_wrong_env_args_are_refused_before_anything_starts(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        ("replay", {"dir": "/no/such/folder"}, r"set replay\.dir to a folder with room"),
+        ("fleet", {"num_ranks": 2}, "holds 1 rank"),
+        ("log", {"dir": "/dev/null/runs"}, r"log\.dir '/dev/null/runs' cannot hold a run"),
+    ],
+)
+def test_what_is_refused_leaves_no_run_folder(tmp_path, section, values, message):
+    with pytest.raises(ValueError, match=message):
+        train(small_config(tmp_path, **{section: values}), runtime="inline")
+    assert not any(tmp_path.iterdir())
+
+
 def test_no_shared_memory_is_left_behind(tmp_path):
     shards = tmp_path / "shm"
     shards.mkdir()
