@@ -49,11 +49,12 @@ def new_run_dir(config: Config) -> Path:
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     base = Path(config.log.dir).expanduser().resolve()
     name = f"{config.name}-seed{config.seed}-{stamp}"
-    candidates = (base / (name + suffix) for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
     try:
         base.mkdir(parents=True, exist_ok=True)
-        run_dir = next(path for path in candidates if not path.exists())
-        run_dir.mkdir()
+        run_dir, number = base / name, 1
+        while not _make(run_dir):  # another run may begin in the same second
+            number += 1
+            run_dir = base / f"{name}-{number}"
         save_config(config, run_dir / "config.yaml")
     except OSError as error:
         raise ValueError(
@@ -61,6 +62,15 @@ def new_run_dir(config: Config) -> Path:
             "you may write"
         ) from None
     return run_dir
+
+
+def _make(folder: Path) -> bool:
+    """Whether the folder is new."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    return True
 
 
 def remove_unused(run_dir: Path) -> None:
