@@ -126,6 +126,9 @@ def _reserve(path: Path, num_bytes: int) -> int:
 
 def _map_file(path: Path, layout: TensorLayout) -> SharedTensors:
     num_bytes = _num_bytes(layout)
+    # torch would make an empty file in the place of one that is gone
+    if not path.is_file() or path.stat().st_size != num_bytes:
+        raise ValueError(f"replay shard {path} is gone: its collector has closed it")
     memory = torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
     tensors, offset = {}, 0
     for name, (shape, dtype) in layout.items():

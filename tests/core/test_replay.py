@@ -441,7 +441,10 @@ def test_another_process_reads_the_writers_memory_even_after_it_is_unlinked(tmp_
     shard.append(["plain", "truncated"])
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    reader = context.Process(target=answer_from_another_process, args=(shard.storage, there))
+    # a daemon, so that a failed assertion does not leave pytest waiting for it
+    reader = context.Process(
+        target=answer_from_another_process, args=(shard.storage, there), daemon=True
+    )
     reader.start()
 
     def ask() -> tuple[int, list[float], list[float]]:

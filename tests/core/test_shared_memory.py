@@ -65,3 +65,12 @@ def test_whoever_maps_it_can_give_it_back(tmp_path):
 def test_a_folder_that_is_not_there_is_one_line(tmp_path):
     with pytest.raises(ValueError, match=r"No such file or directory\): set replay\.dir"):
         allocate(tmp_path / "missing")
+
+
+def test_memory_that_is_gone_is_not_made_anew_by_a_reader(tmp_path):
+    shared = allocate(tmp_path)
+    pickled = pickle.dumps(shared)
+    shared.close()
+    with pytest.raises(ValueError, match="is gone: its collector has closed it"):
+        pickle.loads(pickled)
+    assert not list(tmp_path.iterdir())
