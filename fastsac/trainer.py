@@ -222,12 +222,12 @@ def _train(config: Config, fleet: Fleet, executor: Executor, run: Run, stop: Sto
         last = progress.env_steps >= config.total_env_steps
         evaluating = evaluation_due(progress.env_steps) or last
         saving = checkpoint_due(progress.env_steps) or last
+        if saving:  # before an evaluation, whose failure must not cost the training
+            run.save(progress.env_steps, fleet.state_dict())
         if evaluating:
             run.count(_evaluate(config, collectors, policy))
         if record_due(progress.env_steps) or evaluating or saving or stop or failure:
             run.write(progress)
-        if saving:
-            run.save(progress.env_steps, fleet.state_dict())
     if run.saved_at != progress.env_steps:
         run.save(progress.env_steps, fleet.state_dict())
     if failure:

@@ -123,6 +123,19 @@ def test_one_stop_signal_checkpoints_and_leaves(tmp_path):
     assert resumed.summary["env_steps"] == 640
 
 
+def test_a_failing_evaluation_does_not_cost_the_training(tmp_path):
+    class CannotBeEvaluated(ConstantReward):
+        def __init__(self, *, num_envs, device, evaluation):
+            if evaluation:
+                raise RuntimeError("no evaluation scene")
+            super().__init__(num_envs=num_envs, device=device, evaluation=evaluation)
+
+    with pytest.raises(RuntimeError, match="no evaluation scene"):
+        train(small_config(tmp_path), env=CannotBeEvaluated, runtime="inline")
+    [run_dir] = tmp_path.iterdir()
+    assert saved_state(run_dir)["progress"]["env_steps"] == 640
+
+
 def test_training_works_outside_the_main_thread(tmp_path):
     results = []
     thread = threading.Thread(
