@@ -8,6 +8,7 @@ and device memory are allocated in `reset`.
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -118,30 +119,53 @@ class EnvShard(Protocol):
 TASKS: dict[str, str] = {
     "cartpole-swingup": "collectors.tasks.cartpole:CartpoleSwingup",
 }
-"""Named tasks and the classes that implement them."""
+"""Named tasks and the factories that make them."""
+
+ADAPTERS: dict[str, str] = {
+    "gymnasium": "collectors.adapters.gymnasium_env:GymnasiumShard",
+    "envpool": "collectors.adapters.envpool_env:EnvpoolShard",
+    "dm_control": "collectors.adapters.dm_control_env:DmControlShard",
+    "mjlab": "collectors.adapters.mjlab_env:MjlabShard",
+    "rsl_rl": "collectors.adapters.rsl_rl_env:from_factory",
+}
+"""`PREFIX:ID` tasks of other libraries: the factory takes the ID first. The prefix is also the
+name of the extra that installs the library."""
 
 
 def resolve_task(task: str) -> EnvFactory:
-    """The class behind a task name or a `module:Class` path.
+    """The factory behind a task name, a `prefix:ID` of another library or a `module:Class` path.
 
     Raises:
-        ValueError: unknown name (nearest names listed), or a path that does not import.
+        ValueError: unknown name (nearest names listed), a path that does not import, or a library
+            that is not installed.
     """
-    path = TASKS.get(task, task)
-    if ":" not in path:
+    prefix, colon, task_id = task.partition(":")
+    if prefix in ADAPTERS:
+        try:
+            return functools.partial(_import(ADAPTERS[prefix]), task_id)
+        except ImportError as error:
+            raise ValueError(
+                f"env.task {task!r} needs what is not installed ({error}): "
+                f"pip install 'fastsac[{prefix}]'"
+            ) from error
+    if not colon and task not in TASKS:
         near = difflib.get_close_matches(task, TASKS, n=3, cutoff=0.0)
         raise ValueError(
             f"env.task {task!r} is not a task: nearest are {', '.join(near)}; "
-            "or give 'module:Class' of your own"
+            f"or give 'module:Class' of your own, or PREFIX:ID with a prefix of {list(ADAPTERS)}"
         )
-    module_name, _, class_name = path.partition(":")
     try:
-        return getattr(importlib.import_module(module_name), class_name)
+        return _import(TASKS.get(task, task))
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"env.task {task!r} cannot be imported ({error}): give 'module:Class' with the "
             "module importable from the working directory"
         ) from error
+
+
+def _import(path: str) -> EnvFactory:
+    module_name, _, name = path.partition(":")
+    return getattr(importlib.import_module(module_name), name)
 
 
 def check_spec(spec: EnvSpec, *, num_envs: int) -> None:
