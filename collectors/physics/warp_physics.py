@@ -7,7 +7,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import mujoco_warp as mjw
 import numpy as np
 import torch
 import warp as wp
+from mujoco_warp._src.types import OverflowType  # not re-exported
 from torch import Tensor
 
 # Warp tells of every kernel module that it loads, unless told otherwise before it starts.
@@ -24,17 +25,16 @@ wp.init()
 
 logger = logging.getLogger(__name__)
 
-_SAVED = ("qpos", "qvel", "qacc_warmstart")
+_SAVED = ("qpos", "qvel", "qacc_warmstart", "sensordata")
 """What decides a world's future, given its controls: state and the solver's starting point."""
 
 
 class WarpPhysics:
-    """`num_envs` worlds of one model on one device.
+    """`Physics` on MuJoCo-Warp, on CUDA and on the CPU.
 
-    `qpos`, `qvel` and `ctrl` are float32 views of the engine's memory, (num_envs, nq | nv | nu):
-    write `ctrl`, call `step`, read the others. The launches of a control period are captured once
-    and replayed as one graph, on the CPU too, where launching from Python would take most of the
-    time. A CUDA graph runs on torch's current stream, so it is ordered with torch's own work.
+    The launches of a control period are captured once and replayed as one graph, on the CPU too,
+    where launching from Python would take most of the time. A CUDA graph runs on torch's current
+    stream, so it is ordered with torch's own work.
     """
 
     def __init__(
@@ -46,21 +46,18 @@ class WarpPhysics:
         max_contacts: int,
         max_constraints: int,
         device: torch.device,
+        randomized: Sequence[str] = (),
     ) -> None:
-        """Allocate the worlds at the model's reference pose, at rest.
-
-        Args:
-            model: without actuator activations; float64 tables are rounded to float32.
-            decimation: physics steps per `step`.
-            max_contacts: most contacts at once, per world on average; Warp prints an overflow.
-            max_constraints: most constraint rows at once in a world, likewise; launches are this
-                wide whether the rows are active or not.
-        """
+        """See `make_physics`."""
         assert model.na == 0, "actuator activations would have to be saved and reset too"
         self._device = wp.device_from_torch(device)
         self._decimation = decimation
+        self._room = {"max_contacts": max_contacts, "max_constraints": max_constraints}
+        self._randomized = tuple(randomized)
         with wp.ScopedDevice(self._device), _kernels_compiled_once(model, self._device):
-            self._model = mjw.put_model(model)
+            self._model = mjw.put_model(model, dict.fromkeys(randomized, num_envs))
+            # `check` tells of overflows; the kernels would print a line per world and step.
+            self._model.opt.warn_overflow = False
             self._data = mjw.make_data(
                 model, nworld=num_envs, nconmax=max_contacts, njmax=max_constraints
             )
@@ -72,36 +69,59 @@ class WarpPhysics:
                 self._launch_steps()
             wp.synchronize_device()
             self.load_state_dict(start)
+            self._data.overflow.zero_()
         assert capture.graph is not None
         self._graph = capture.graph
         self.qpos = wp.to_torch(self._data.qpos)
         self.qvel = wp.to_torch(self._data.qvel)
         self.ctrl = wp.to_torch(self._data.ctrl)
+        self.sensordata = wp.to_torch(self._data.sensordata)
         self._qacc_warmstart = wp.to_torch(self._data.qacc_warmstart)
 
     def step(self) -> None:
-        """Advance every world `decimation` physics steps under the controls in `ctrl`."""
         stream = wp.stream_from_torch(self.qpos.device) if self._device.is_cuda else None
         wp.capture_launch(self._graph, stream=stream)
 
     def set_state(self, mask: Tensor, qpos: Tensor, qvel: Tensor) -> None:
-        """Put worlds into a new state, as if just made.
-
-        Args:
-            mask: (num_envs,) bool, which worlds.
-            qpos: (num_envs, nq); rows outside `mask` are not used, likewise `qvel` (num_envs, nv).
-        """
         rows = mask[:, None]
         self.qpos.copy_(torch.where(rows, qpos, self.qpos))
         self.qvel.copy_(torch.where(rows, qvel, self.qvel))
+        self.sensordata.masked_fill_(rows, 0)
         self._qacc_warmstart.masked_fill_(rows, 0)
 
+    def set_model(self, mask: Tensor, fields: Mapping[str, Tensor]) -> None:
+        for name, values in fields.items():
+            field = wp.to_torch(getattr(self._model, name))
+            rows = mask.reshape(-1, *[1] * (field.dim() - 1))
+            field.copy_(torch.where(rows, values, field))
+
+    def check(self) -> None:
+        flags = wp.to_torch(self._data.overflow)
+        lost = [flag for flag in OverflowType if bool((flags & flag.value).any())]
+        if not lost:
+            return
+        in_rows = any(flag in (OverflowType.NEFC, OverflowType.NJMAX_NNZ) for flag in lost)
+        field = "max_constraints" if in_rows else "max_contacts"
+        raise ValueError(
+            f"MuJoCo-Warp lost {'constraints' if in_rows else 'contacts'} "
+            f"({', '.join(str(flag.name) for flag in lost)}) with {field} {self._room[field]}: "
+            f"raise env.args.{field}"
+        )
+
     def state_dict(self) -> dict[str, Tensor]:
-        return {name: wp.to_torch(getattr(self._data, name)).clone() for name in _SAVED}
+        saved = {name: wp.to_torch(getattr(self._data, name)).clone() for name in _SAVED}
+        for name in self._randomized:
+            saved[f"model.{name}"] = wp.to_torch(getattr(self._model, name)).clone()
+        return saved
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for name in _SAVED:
             wp.to_torch(getattr(self._data, name)).copy_(state[name])
+        for name in self._randomized:
+            wp.to_torch(getattr(self._model, name)).copy_(state[f"model.{name}"])
+
+    def close(self) -> None:
+        """Memory goes with the object."""
 
     def _launch_steps(self) -> None:
         for _ in range(self._decimation):
