@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collectors.env import EnvFactory, EnvShard, Observation, Step, check_spec, resolve_task
+from collectors.env import EnvFactory, EnvShard, Observation, Step
+from collectors.guard import BrokenContract, check_observation, check_step, env_errors, make_env
 from fastsac.core.metrics import Mean, MetricValue
 from fastsac.core.normalizer import Moments, ObsMoments, merge_moments
 from fastsac.core.policy import Policy, PolicySpec, PublishedPolicy
@@ -57,6 +58,10 @@ class EpisodeReport:
     """(num_episodes,) float64, undiscounted"""
     lengths: Tensor
     """(num_episodes,) int64, env steps"""
+    terminated: Tensor
+    """(num_episodes,) bool: ended before the time limit"""
+    info: Mapping[str, Tensor]
+    """(num_episodes,) float64 means over the episode's env steps of what the env reports"""
 
 
 @dataclass
@@ -118,7 +123,7 @@ class Collector:
     ) -> None:
         self._shard = shard
         self._device = torch.device(device)
-        self._factory = resolve_task(env) if isinstance(env, str) else env
+        self._task = env
         self._env_args = dict(env_args)
         self._env = self._make_env(num_envs, evaluation=False)
         self._evaluation_env: EnvShard | None = None
@@ -138,6 +143,7 @@ class Collector:
         self._generator = torch.Generator(self._device).manual_seed(seeds.actions)
         self._episodes = _EpisodeStats.zero(num_envs, self._device)
         self._reported_step = -1
+        self._step_checked = False
 
     def start(self, first_step: int, fleet_state: Mapping[str, Tensor]) -> None:
         """Allocate the replay shard and reset the environments.
@@ -146,14 +152,20 @@ class Collector:
             first_step: vector steps of the run so far; a resumed run's episodes differ from its
                 first ones.
             fleet_state: the fleet's view of every shard state, for the first resets.
+
+        Raises:
+            EnvError: the environment fails in its reset, or breaks the contract there.
         """
         directory, name = self._replay_place
         self._storage = ReplayStorage.allocate(self._layout, self._device, directory, name)
         self._writer = ReplayWriter(self._storage)
         seed = np.random.SeedSequence([self._env_seed, first_step]).generate_state(1)[0]
-        self._env.apply_shard_state(fleet_state)
-        self._observation = self._env.reset(int(seed))
-        _check_finite_start(self._observation, self._shard)
+        with env_errors(self._shard, "apply_shard_state"):
+            self._env.apply_shard_state(fleet_state)
+        with env_errors(self._shard, "reset"):
+            self._observation = self._env.reset(int(seed))
+            check_observation(self._observation, self._env.spec, self._device, "reset")
+            _check_finite_start(self._observation)
         self._writer.start(self._observation.actor_obs, self._observation.critic_obs)
         self._reported_step = first_step - 1
 
@@ -173,10 +185,14 @@ class Collector:
         Args:
             fleet_state: the fleet's view of every shard state, float64 on the CPU.
             oldest_readable: lowest vector step of the replay shard that a rank may read meanwhile.
+
+        Raises:
+            EnvError: the environment fails, or its first step breaks the contract.
         """
         started = time.perf_counter()
         self._policy.load(policy)
-        self._env.apply_shard_state(fleet_state)
+        with env_errors(self._shard, "apply_shard_state"):
+            self._env.apply_shard_state(fleet_state)
         moments = self._zero_moments()
         lost_finals = torch.zeros((), dtype=torch.int64, device=self._device)
         dropped = torch.zeros((), dtype=torch.int64, device=self._device)
@@ -185,7 +201,7 @@ class Collector:
         for _ in range(num_vector_steps):
             moments = _count_observations(moments, self._observation)
             action = self._policy.sample(self._observation.actor_obs, self._generator)
-            step = self._env.step(action)
+            step = self._step(action)
             bad = ~_finite(step)
             if bool(bad.any()):
                 dumps += self._dump(action, step, bad)
@@ -232,8 +248,8 @@ class Collector:
         if self._evaluation_env is None:
             self._evaluation_env = self._make_env(self._num_evaluation_envs, evaluation=True)
         self._policy.load(policy)
-        seed += self._shard
-        return run_episodes(self._evaluation_env, self._policy, seed)
+        with env_errors(self._shard, "an evaluation"):
+            return run_episodes(self._evaluation_env, self._policy, seed + self._shard)
 
     def state_dict(self) -> dict[str, Any]:
         """What decides this shard's future actions; replay and environment start afresh."""
@@ -251,11 +267,22 @@ class Collector:
             self._evaluation_env.close()
 
     def _make_env(self, num_envs: int, *, evaluation: bool) -> EnvShard:
-        env = self._factory(
-            num_envs=num_envs, device=self._device, evaluation=evaluation, **self._env_args
+        return make_env(
+            self._task,
+            num_envs=num_envs,
+            device=self._device,
+            evaluation=evaluation,
+            args=self._env_args,
         )
-        check_spec(env.spec, num_envs=num_envs)
-        return env
+
+    def _step(self, action: Tensor) -> Step:
+        """One vector step; the first one is held to the contract, later ones are trusted."""
+        with env_errors(self._shard, "step"):
+            step = self._env.step(action)
+            if not self._step_checked:
+                check_step(step, self._env.spec, self._device)
+                self._step_checked = True
+            return step
 
     def _zero_moments(self) -> ObsMoments:
         spec = self._env.spec
@@ -268,17 +295,18 @@ class Collector:
     def _report_shard_state(self, num_vector_steps: int) -> ShardReport:
         first = self._reported_step + 1
         self._reported_step += num_vector_steps
+        with env_errors(self._shard, "report_shard_state"):
+            states = dict(self._env.report_shard_state())
         return ShardReport(
-            shard=self._shard,
-            first_step=first,
-            last_step=self._reported_step,
-            states=dict(self._env.report_shard_state()),
+            shard=self._shard, first_step=first, last_step=self._reported_step, states=states
         )
 
     def _restart(self, step: Step, bad: Tensor) -> Step:
         """`step` with fresh episodes where `bad`: no reward, no done, a reset's observation."""
-        observation = self._env.reset_envs(bad)
-        _check_finite_start(observation, self._shard)
+        with env_errors(self._shard, "reset_envs"):
+            observation = self._env.reset_envs(bad)
+            check_observation(observation, self._env.spec, self._device, "reset_envs")
+            _check_finite_start(observation)
         return replace(
             step,
             actor_obs=observation.actor_obs,
@@ -310,16 +338,27 @@ def run_episodes(env: EnvShard, policy: Policy, seed: int) -> EpisodeReport:
     obs = env.reset(seed).actor_obs
     returns = torch.zeros(spec.num_envs, dtype=torch.float64, device=obs.device)
     lengths = torch.zeros(spec.num_envs, dtype=torch.int64, device=obs.device)
+    terminated = torch.zeros(spec.num_envs, dtype=torch.bool, device=obs.device)
     running = torch.ones(spec.num_envs, dtype=torch.bool, device=obs.device)
+    info: dict[str, Tensor] = {}
     for _ in range(spec.episode_length):
         step = env.step(policy.mode(obs))
         returns += torch.where(running, step.reward, 0).double()
         lengths += running
+        terminated |= running & step.terminated
+        for name, values in step.info.items():
+            seen = torch.where(running, values, 0).double()
+            info[name] = info.get(name, torch.zeros_like(returns)) + seen
         running &= ~(step.terminated | step.truncated)
         if not bool(running.any()):
             break
         obs = step.actor_obs
-    return EpisodeReport(returns=returns.cpu(), lengths=lengths.cpu())
+    return EpisodeReport(
+        returns=returns.cpu(),
+        lengths=lengths.cpu(),
+        terminated=terminated.cpu(),
+        info={name: (total / lengths).cpu() for name, total in info.items()},
+    )
 
 
 def _finite(step: Step) -> Tensor:
@@ -332,13 +371,10 @@ def _finite(step: Step) -> Tensor:
     return finite
 
 
-def _check_finite_start(observation: Observation, shard: int) -> None:
+def _check_finite_start(observation: Observation) -> None:
     parts = [p for p in (observation.actor_obs, observation.critic_obs) if p is not None]
     if not all(bool(part.isfinite().all()) for part in parts):
-        raise ValueError(
-            f"the environment of shard {shard} shows non-finite observations right after a reset: "
-            "a reset must give finite ones"
-        )
+        raise BrokenContract("observations right after a reset are not finite")
 
 
 def _count_observations(moments: ObsMoments, observation: Observation) -> ObsMoments:

@@ -117,7 +117,15 @@ class EnvShard(Protocol):
 
 
 TASKS: dict[str, str] = {
-    "cartpole-swingup": "collectors.tasks.cartpole:CartpoleSwingup",
+    "cartpole-swingup": "collectors.tasks.cartpole:cartpole_swingup",
+    "pendulum-swingup": "collectors.tasks.planar:pendulum_swingup",
+    "hopper-hop": "collectors.tasks.planar:hopper_hop",
+    "walker-run": "collectors.tasks.planar:walker_run",
+    "cheetah-run": "collectors.tasks.planar:cheetah_run",
+    "quadruped-velocity": "collectors.tasks.velocity:quadruped_velocity",
+    "go1-velocity": "collectors.tasks.velocity:go1_velocity",
+    "g1-velocity": "collectors.tasks.velocity:g1_velocity",
+    "menagerie-velocity": "collectors.tasks.velocity:menagerie_velocity",
 }
 """Named tasks and the factories that make them."""
 

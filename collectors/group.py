@@ -42,6 +42,8 @@ class CollectorGroup:
         self._num_envs_per_shard = config.num_envs_per_shard
         self._shards_per_rank = fleet.collectors_per_rank
         self._rows_written = [0] * fleet.num_shards
+        self._states: dict[str, Any] = {}
+        """Newest state known of every shard, by its number."""
         self.acted_version = 0
         """Oldest policy version among those that wrote the newest rows."""
         self._handles = [
@@ -76,6 +78,7 @@ class CollectorGroup:
         self._executor.wait(
             [self._executor.call(h, "start", first_step, fleet_state) for h in self._handles]
         )
+        self.state_dict()  # a shard may die before the first checkpoint
         return self._by_rank([self._executor.call(h, "storage") for h in self._handles])
 
     def collect(self, policy: Any, fleet_state: Mapping[str, Tensor]) -> list[Any]:
@@ -133,11 +136,22 @@ class CollectorGroup:
         return EpisodeReport(
             returns=torch.cat([part.returns for part in parts]),
             lengths=torch.cat([part.lengths for part in parts]),
+            terminated=torch.cat([part.terminated for part in parts]),
+            info={name: torch.cat([part.info[name] for part in parts]) for name in parts[0].info},
         )
 
     def state_dict(self) -> dict[str, Any]:
         pending = [self._executor.call(h, "state_dict") for h in self._handles]
-        return {str(shard): state for shard, state in enumerate(self._executor.wait(pending))}
+        self._states = {str(n): state for n, state in enumerate(self._executor.wait(pending))}
+        return dict(self._states)
+
+    def salvage(self) -> dict[str, Any]:
+        """As `state_dict`, with the state last known of a shard whose process died."""
+        for shard, handle in enumerate(self._handles):
+            with suppress(WorkerDied):
+                pending = self._executor.call(handle, "state_dict")
+                [self._states[str(shard)]] = self._executor.wait([pending])
+        return dict(self._states)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take saved shards.

@@ -7,7 +7,8 @@ A test of one's own environment is `check_env_shard(MyEnv, my_arg=3)`. In the sp
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from collectors.env import EnvFactory, EnvShard, EnvSpec, Observation, Step, check_spec
+from collectors.guard import check_observation, check_step, check_tensor
 from fastsac.core.shard_state import LocalState
 
 SEED = 1
@@ -80,10 +82,8 @@ def _require(condition: bool, rule: str) -> None:
 
 def _check_spec(maker: _Maker, evaluation: bool) -> None:
     env, training = maker.make(evaluation=evaluation), maker.make()
-    try:
+    with _contract():
         check_spec(env.spec, num_envs=maker.num_envs)
-    except ValueError as error:
-        raise AssertionError(f"environment contract: spec: {error}") from error
     for field in ("actor_obs_dim", "critic_obs_dim", "control_period_s"):
         agree = getattr(env.spec, field) == getattr(training.spec, field)
         _require(agree, f"spec.{field} must be the same in training and evaluation")
@@ -129,50 +129,39 @@ def _check_steps(maker: _Maker, evaluation: bool) -> None:
     env.close()
 
 
+@contextmanager
+def _contract() -> Iterator[None]:
+    """The run's own checks, as broken rules of the contract."""
+    try:
+        yield
+    except ValueError as error:
+        raise AssertionError(f"environment contract: {error}") from error
+
+
 def _check_observation(
     observation: Observation, spec: EnvSpec, device: torch.device, source: str
 ) -> None:
-    _check_obs(observation.actor_obs, spec.actor_obs_dim, spec, device, f"actor_obs of {source}")
-    _check_obs(observation.critic_obs, spec.critic_obs_dim, spec, device, f"critic_obs of {source}")
-
-
-def _check_obs(
-    obs: Tensor | None, dim: int | None, spec: EnvSpec, device: torch.device, name: str
-) -> None:
-    if obs is None or dim is None:
-        _require(obs is None and dim is None, f"{name} is None exactly when spec's size is None")
-        return
-    _check_tensor(obs, (spec.num_envs, dim), torch.float32, device, name)
-
-
-def _check_tensor(
-    tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, name: str
-) -> None:
-    _require(tuple(tensor.shape) == shape, f"{name} is {shape}, not {tuple(tensor.shape)}")
-    _require(tensor.dtype == dtype, f"{name} is {dtype}, not {tensor.dtype}")
-    _require(tensor.device.type == device.type, f"{name} is on {device}, not {tensor.device}")
-    _require(bool(tensor.isfinite().all()), f"{name} is finite")
+    with _contract():
+        check_observation(observation, spec, device, source)
+    _check_finite(observation.actor_obs, f"actor_obs of {source}")
+    _check_finite(observation.critic_obs, f"critic_obs of {source}")
 
 
 def _check_step(step: Step, spec: EnvSpec, device: torch.device) -> None:
-    rows = (spec.num_envs,)
-    _check_observation(Observation(step.actor_obs, step.critic_obs), spec, device, "step")
-    _check_tensor(step.reward, rows, torch.float32, device, "reward")
-    _check_tensor(step.terminated, rows, torch.bool, device, "terminated")
-    _check_tensor(step.truncated, rows, torch.bool, device, "truncated")
-    both = step.terminated & step.truncated
-    _require(not bool(both.any()), "terminated and truncated are never true together")
+    with _contract():
+        check_step(step, spec, device)
     done = (step.terminated | step.truncated)[:, None]
+    _check_finite(step.actor_obs, "actor_obs of step")
+    _check_finite(step.critic_obs, "critic_obs of step")
+    _check_finite(step.reward, "reward of step")
     # Rows of envs that go on are not read, whatever they hold.
-    finals = [
-        None if final is None else final.masked_fill(~done, 0)
-        for final in (step.final_actor_obs, step.final_critic_obs)
-    ]
-    _check_obs(finals[0], spec.actor_obs_dim, spec, device, "final_actor_obs")
-    _check_obs(finals[1], spec.critic_obs_dim, spec, device, "final_critic_obs")
-    for name, values in step.info.items():
-        _require(tuple(values.shape) == rows, f"info[{name!r}] is {rows}, not {values.shape}")
-        _require(values.is_floating_point(), f"info[{name!r}] is floating point")
+    for name in ("final_actor_obs", "final_critic_obs"):
+        final: Tensor | None = getattr(step, name)
+        _check_finite(None if final is None else final.masked_fill(~done, 0), f"{name} of step")
+
+
+def _check_finite(tensor: Tensor | None, name: str) -> None:
+    _require(tensor is None or bool(tensor.isfinite().all()), f"{name} is not finite")
 
 
 def _record(env: EnvShard, actions: list[Tensor]) -> list[Tensor]:
@@ -257,7 +246,8 @@ def _check_shard_states(maker: _Maker, num_steps: int) -> None:
 
 def _check_local_state(name: str, local: LocalState, size: int) -> None:
     cpu = torch.device("cpu")
-    _check_tensor(local.value, (size,), torch.float64, cpu, f"the report of {name!r}")
+    with _contract():
+        check_tensor(local.value, (size,), torch.float64, cpu, f"the report of {name!r}")
     _require(local.weight >= 0, f"the report of {name!r} has weight {local.weight:g}, below 0")
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from fastsac.signals import Stopped, StopRequest
+
 if TYPE_CHECKING:
     from fastsac.run import RunResult
 
@@ -19,14 +21,19 @@ Overrides = Sequence[tuple[str, str]]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 2 for what the user can correct, 1 for a run
-    that failed, 130 or 143 for one that SIGINT or SIGTERM stopped after a checkpoint."""
+    that failed, 130 or 143 for what SIGINT or SIGTERM stopped: a run that trains saves a
+    checkpoint first. A reader of the output that goes away stops nothing."""
     sys.path.append(os.getcwd())  # a task may be the module:Class of a file beside the user
     try:
-        args, overrides = _parse(list(sys.argv[1:] if argv is None else argv))
-        return args.command(args, overrides)
+        with StopRequest():
+            args, overrides = _parse(list(sys.argv[1:] if argv is None else argv))
+            return args.command(args, overrides)
     except ValueError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        return stopped.exit_status
 
 
 def _train(args: argparse.Namespace, overrides: Overrides) -> int:
@@ -61,17 +68,19 @@ def _resume(args: argparse.Namespace, overrides: Overrides) -> int:
 def _run_to_the_end(run: Callable[[], RunResult]) -> int:
     from rich.console import Console
 
+    from fastsac.metrics import print_while_read
     from fastsac.report import draw_curve, result_table
     from fastsac.trainer import TrainingError
 
     try:
         result = run()
     except TrainingError as error:
-        print("error:", error, file=sys.stderr)
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 1
-    Console().print(result_table(result.run_dir))
-    print("curve:", draw_curve(result.run_dir))
-    print("run:", result.run_dir)
+    console = Console()
+    with console.capture() as table:
+        console.print(result_table(result.run_dir))
+    print_while_read(table.get() + f"curve: {draw_curve(result.run_dir)}\nrun: {result.run_dir}")
     return result.exit_status
 
 
@@ -90,6 +99,9 @@ def _eval(args: argparse.Namespace, overrides: Overrides) -> int:
     table.add_row("return, standard deviation", f"{returns.std(correction=0):.2f}")
     table.add_row("return, lowest and highest", f"{returns.min():.2f}, {returns.max():.2f}")
     table.add_row("episode length, mean", f"{result.lengths.double().mean():.1f} env steps")
+    table.add_row("survived", f"{(~result.terminated).double().mean():.1%} of the episodes")
+    for name, values in result.info.items():
+        table.add_row(f"{name}, mean", f"{values.mean():.4f}")
     table.add_row("policy version", f"{result.policy_version:,} updates")
     table.add_row("trained for", f"{result.env_steps:,} env steps")
     Console().print(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,10 @@ class EvaluationResult:
     """(num_episodes,) float64, undiscounted"""
     lengths: Tensor
     """(num_episodes,) int64, env steps"""
+    terminated: Tensor
+    """(num_episodes,) bool: ended before the time limit"""
+    info: Mapping[str, Tensor]
+    """(num_episodes,) float64 means over the episode's env steps of what the env reports"""
     policy_version: int
     """Updates done."""
     env_steps: int
@@ -73,6 +78,8 @@ def evaluate_run(run_dir: Path, *, num_episodes: int, seed: int) -> EvaluationRe
     return EvaluationResult(
         returns=report.returns,
         lengths=report.lengths,
+        terminated=report.terminated,
+        info=report.info,
         policy_version=version,
         env_steps=state["progress"]["env_steps"],
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -182,7 +183,7 @@ class PlainDisplay:
         self._evaluation: float | None = None
 
     def message(self, text: str) -> None:
-        print(text, flush=True)
+        print_while_read(text)
 
     def update(self, env_steps: int, values: Mapping[str, float]) -> None:
         now = time.monotonic()
@@ -197,6 +198,17 @@ class PlainDisplay:
 
     def close(self) -> None:
         pass
+
+
+def print_while_read(text: str) -> None:
+    """Print a line to stdout. Once its reader is gone (`fastsac train ... | head -1`), this and
+    all that follows goes nowhere: a run is worth more than its display."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _parts(values: Mapping[str, float]) -> list[str]:

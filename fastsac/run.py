@@ -6,18 +6,16 @@ import datetime
 import math
 import os
 import shutil
-import signal
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 
 from collectors.collector import CollectReport
+from collectors.guard import EnvError
 from fastsac.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from fastsac.config_files import load_config, save_config
 from fastsac.core.config import Config
@@ -47,19 +45,20 @@ def new_run_dir(config: Config) -> Path:
         ValueError: the folder cannot be made.
     """
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    base = Path(config.log.dir).expanduser().resolve()
     name = f"{config.name}-seed{config.seed}-{stamp}"
     try:
+        base = Path(config.log.dir).expanduser().resolve()
         base.mkdir(parents=True, exist_ok=True)
         run_dir, number = base / name, 1
         while not _make(run_dir):  # another run may begin in the same second
             number += 1
             run_dir = base / f"{name}-{number}"
         save_config(config, run_dir / "config.yaml")
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: `~user` of nobody
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
-            f"log.dir {config.log.dir!r} cannot hold a run ({error.strerror}): give a folder that "
-            "you may write"
+            f"log.dir {config.log.dir!r} cannot hold a run ({reason}): give a folder that you may "
+            "write"
         ) from None
     return run_dir
 
@@ -104,41 +103,6 @@ def run_config(run_dir: Path, overrides: Sequence[tuple[str, str]] = ()) -> Conf
     return load_config(str(path), overrides)
 
 
-class StopRequest:
-    """Turns the first SIGTERM or SIGINT into a flag; the second one acts as it always did."""
-
-    def __init__(self) -> None:
-        self.signal_number = 0
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._restore()
-
-    def __bool__(self) -> bool:
-        return self.signal_number != 0
-
-    @property
-    def exit_status(self) -> int:
-        """The shell's convention: 128 + signal number; 0 when nothing was asked."""
-        return 128 + self.signal_number if self else 0
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        self.signal_number = number
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous.clear()
-
-
 @dataclass
 class Due:
     """Whether a multiple of `interval` env steps was passed since the last time it was due."""
@@ -168,8 +132,8 @@ class Run:
         self._recorded = replace(progress)
         self._clock = time.perf_counter()
         self._num_dumps = len(list((run_dir / "nonfinite").glob("*.npz")))
-        self.saved_at: int | None = None
-        """Env steps of the newest checkpoint that this process wrote."""
+        self.saved_at = progress.env_steps or None
+        """Env steps of the newest checkpoint; a resumed run begins with one."""
         self._warn_if_folder_disappears()
 
     def count(self, values: Mapping[str, MetricValue]) -> None:
@@ -178,6 +142,8 @@ class Run:
 
     def write(self, progress: Progress) -> None:
         """Record what was counted since the last record, in every sink."""
+        if progress.env_steps == self._recorded.env_steps:
+            return
         now = time.perf_counter()
         progress.wall_s += now - self._clock
         self._clock = now
@@ -201,6 +167,13 @@ class Run:
                 path = folder / f"{self._num_dumps:04d}-shard{report.shard}.npz"
                 np.savez(path, allow_pickle=False, **values)
                 self._num_dumps += 1
+
+    def keep_traceback(self, error: EnvError) -> Path:
+        """Keep where an environment failed: errors/shardS.txt."""
+        path = self.dir / "errors" / f"shard{error.shard}.txt"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(error.details, encoding="utf-8")
+        return path
 
     def finish(self, progress: Progress, *, complete: bool) -> dict[str, Any]:
         """Write summary.json and return it."""

@@ -74,8 +74,11 @@ def connect(address: str | None) -> None:
     Raises:
         ConfigError: nothing answers at `address`.
     """
-    address = address or os.environ.get("RAY_ADDRESS") or "local"
-    if address not in ("local", "auto") and not _answers(address):
+    if address in (None, "", "auto"):
+        address = os.environ.get("RAY_ADDRESS") or address or "local"
+    if address == "auto":
+        address = _cluster_here()
+    if address != "local" and not _answers(address):
         raise ConfigError(
             f"no Ray cluster answers at {address!r}: give HOST:PORT of one that `ray start --head` "
             "shows, or leave --address out to train on this machine"
@@ -94,8 +97,24 @@ def connect(address: str | None) -> None:
 
     try:
         ray.init(address=address, **local)
-    except ConnectionError:
-        raise ConfigError("no Ray cluster runs here: give its HOST:PORT as --address") from None
+    except BaseException:  # a signal, say: no half of a cluster is left behind
+        ray.shutdown()
+        raise
+
+
+def _cluster_here() -> str:
+    """HOST:PORT of the cluster that `ray start` began on this machine; asking Ray for one that
+    has ended would take minutes."""
+    from ray._private.utils import get_ray_address_file
+
+    file = Path(get_ray_address_file(None))
+    address = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+    if not address:
+        raise ConfigError(
+            f"no Ray cluster runs here ({file} names none): run `ray start --head`, give the "
+            "HOST:PORT of one as --address, or leave --address out to train on this machine"
+        )
+    return address
 
 
 def _answers(address: str) -> bool:
@@ -192,9 +211,9 @@ class RayExecutor:
             reason = str(error).strip().splitlines()[-1]
             raise WorkerDied(f"the process of {name} died: {reason}") from error
         except RayTaskError as error:
-            if isinstance(error.cause, ValueError):
-                raise error.cause from error
-            raise
+            if not isinstance(error.cause, Exception) or isinstance(error.cause, RayTaskError):
+                raise
+            raise error.cause from error
 
     def host_address(self, *, bundle: int) -> str:
         import ray

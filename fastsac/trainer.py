@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from collectors.collector import CollectReport
-from collectors.env import EnvFactory, EnvSpec, check_spec, resolve_task
+from collectors.env import EnvFactory, EnvSpec
 from collectors.group import CollectorGroup
+from collectors.guard import EnvError, make_env, task_name
 from fastsac.core.config import Config, ConfigError, parse_config
 from fastsac.core.executor import Executor, WorkerDied
 from fastsac.core.metrics import Mean, MetricValue, reduce_over_fleet
@@ -33,10 +34,12 @@ from fastsac.core.normalizer import FleetNormalizer
 from fastsac.core.progress import Progress, updates_owed
 from fastsac.core.shard_state import ShardStateBus
 from fastsac.evaluation import policy_spec
-from fastsac.run import Due, Run, RunResult, StopRequest, new_run_dir, open_run, remove_unused
+from fastsac.run import Due, Run, RunResult, new_run_dir, open_run, remove_unused
 from fastsac.runtime import Runtime, open_executor
+from fastsac.signals import StopRequest
 from learner.group import LearnerGroup
 from learner.rank import LearnReport
+from learner.update import all_finite
 
 
 class TrainingError(RuntimeError):
@@ -59,7 +62,8 @@ def train(
 
     Raises:
         ValueError: this configuration, environment or cluster cannot be trained on.
-        TrainingError: too many transitions were not finite.
+        TrainingError: a process or an environment failed, the learner diverged, or too many
+            transitions were not finite.
     """
     if env is not None:
         config = _with_task(config, env)
@@ -67,7 +71,7 @@ def train(
     run_dir = new_run_dir(config)
     try:
         return _run(config, env, spec, run_dir, None, runtime, address)
-    except ValueError:
+    except (ValueError, KeyboardInterrupt):
         remove_unused(run_dir)
         raise
 
@@ -91,7 +95,8 @@ def resume(
 
     Raises:
         ValueError: no run or no whole checkpoint there, or the run is complete.
-        TrainingError: too many transitions were not finite.
+        TrainingError: a process or an environment failed, the learner diverged, or too many
+            transitions were not finite.
     """
     run_dir = Path(run_dir).resolve()
     config, state = open_run(run_dir)
@@ -115,16 +120,41 @@ class Fleet:
     normalizer: FleetNormalizer
     progress: Progress
 
-    def start(self) -> None:
-        """Make the replay shards, reset the environments, let the ranks meet and map."""
-        storages = self.collectors.start(self.progress.vector_steps, self.bus.values())
-        self.learners.start(storages)
+    def start(self, state: dict[str, Any] | None) -> None:
+        """Take a saved state, make the replay shards, reset the environments, let the ranks meet
+        and map.
+
+        Raises:
+            ConfigError: an environment fails in its first reset.
+            TrainingError: a process died.
+        """
+        try:
+            if state is not None:
+                self.load_state_dict(state)
+            storages = self.collectors.start(self.progress.vector_steps, self.bus.values())
+            self.learners.start(storages)
+        except EnvError as error:
+            raise ConfigError(str(error)) from error
+        except WorkerDied as error:
+            raise TrainingError(str(error)) from error
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "progress": self.progress.state_dict(),
             "learners": self.learners.state_dict(),
             "collectors": self.collectors.state_dict(),
+            "bus": self.bus.state_dict(),
+            "normalizer": self.normalizer.state_dict(),
+        }
+
+    def salvage(self) -> dict[str, Any]:
+        """State after a tick that failed: the counts of the last whole one, but its updates."""
+        collectors, learners = self.collectors.salvage(), self.learners.state_dict()
+        self.progress.updates = learners["updates"]
+        return {
+            "progress": self.progress.state_dict(),
+            "learners": learners,
+            "collectors": collectors,
             "bus": self.bus.state_dict(),
             "normalizer": self.normalizer.state_dict(),
         }
@@ -148,22 +178,19 @@ def _run(
 ) -> RunResult:
     """Build the fleet, train, and close everything that was opened."""
     with ExitStack() as stack:
-        executor, device = stack.enter_context(open_executor(config.fleet, runtime, address))
         stop = stack.enter_context(StopRequest())
+        executor, device = stack.enter_context(open_executor(config.fleet, runtime, address))
+        stop.take_again()
         fleet = _make_fleet(executor, config, env or config.env.task, spec, device, run_dir.name)
         stack.enter_context(closing(fleet.collectors))
         stack.enter_context(closing(fleet.learners))
-        if state is not None:
-            fleet.load_state_dict(state)
-        fleet.start()
+        fleet.start(state)
         run = stack.enter_context(closing(Run(run_dir, config, fleet.progress)))
+        stop.defer()
         try:
             _train(config, fleet, executor, run, stop)
-        except WorkerDied as error:
-            raise TrainingError(
-                f"{error} (`fastsac resume {run_dir}` goes on from the newest checkpoint, which "
-                "checkpoint.interval_env_steps makes during training)"
-            ) from error
+        except (EnvError, WorkerDied) as error:
+            raise TrainingError(_rescue(config, fleet, run, error)) from error
         complete = fleet.progress.env_steps >= config.total_env_steps
         summary = run.finish(fleet.progress, complete=complete)
     return RunResult(
@@ -218,18 +245,21 @@ def _train(config: Config, fleet: Fleet, executor: Executor, run: Run, stop: Sto
         run.count(clock.metrics(learned, reports, config.fleet.schedule))
         run.count(_fleet_metrics(fleet, fleet_state, staleness))
         run.dump(reports)
+        if not all(report.finite for report in learned):
+            run.write(progress)
+            raise TrainingError(_divergence(config, progress, run))  # and nothing is saved
         failure = _nonfinite_failure(config, progress, run)
         last = progress.env_steps >= config.total_env_steps
         evaluating = evaluation_due(progress.env_steps) or last
         saving = checkpoint_due(progress.env_steps) or last
         if saving:  # before an evaluation, whose failure must not cost the training
-            run.save(progress.env_steps, fleet.state_dict())
+            _save(config, progress, run, fleet.state_dict())
         if evaluating:
             run.count(_evaluate(config, collectors, policy))
         if record_due(progress.env_steps) or evaluating or saving or stop or failure:
             run.write(progress)
     if run.saved_at != progress.env_steps:
-        run.save(progress.env_steps, fleet.state_dict())
+        _save(config, progress, run, fleet.state_dict())
     if failure:
         raise TrainingError(failure)
 
@@ -284,6 +314,8 @@ def _evaluate(config: Config, collectors: CollectorGroup, policy: Any) -> dict[s
         "eval/return": Mean(float(report.returns.sum()), episodes),
         "eval/return_min": float(report.returns.min()),
         "eval/episode_length": Mean(float(report.lengths.sum()), episodes),
+        "eval/survival": Mean(float((~report.terminated).sum()), episodes),
+        **{f"eval/env/{n}": Mean(float(v.sum()), episodes) for n, v in report.info.items()},
         "time/evaluate": time.perf_counter() - started,
     }
 
@@ -298,6 +330,38 @@ def _nonfinite_failure(config: Config, progress: Progress, run: Run) -> str:
         f"more than max_nonfinite_rate {config.max_nonfinite_rate:g} (and one per env): "
         f"see {run.dir / 'nonfinite'} and mend the environment"
     )
+
+
+def _save(config: Config, progress: Progress, run: Run, state: dict[str, Any]) -> None:
+    """Write a checkpoint, unless it would take the place of a good one."""
+    if not all_finite(state["learners"]["learner"]):
+        raise TrainingError(_divergence(config, progress, run))
+    run.save(progress.env_steps, state)
+
+
+def _divergence(config: Config, progress: Progress, run: Run) -> str:
+    """What to do about a learner whose numbers are not finite any more."""
+    a = config.algorithm
+    newest = f"at {run.saved_at:,} env steps" if run.saved_at else "none"
+    return (
+        f"the learner diverged: a loss, gradient or parameter is not finite after "
+        f"{progress.updates:,} updates (algorithm.critic_lr {a.critic_lr:g}, actor_lr "
+        f"{a.actor_lr:g}, alpha_lr {a.alpha_lr:g}): train anew with lower ones or with "
+        f"algorithm.max_grad_norm; newest checkpoint: {newest}"
+    )
+
+
+def _rescue(config: Config, fleet: Fleet, run: Run, error: EnvError | WorkerDied) -> str:
+    """Save what a failed tick left whole; returns why it failed and how to go on."""
+    reason = str(error)
+    if isinstance(error, EnvError):
+        reason += f"; traceback in {run.keep_traceback(error)}"
+    with suppress(WorkerDied):  # without the learners there is nothing new to save
+        state = fleet.salvage()
+        run.write(fleet.progress)
+        if run.saved_at != fleet.progress.env_steps:
+            _save(config, fleet.progress, run, state)
+    return f"{reason} (`fastsac resume {run.dir}` goes on from the newest checkpoint)"
 
 
 @dataclass(frozen=True)
@@ -347,25 +411,27 @@ def _make_fleet(
 
 
 def _env_spec(config: Config, env: EnvFactory | str | None) -> EnvSpec:
-    """Build one shard's environment here, only to read its spec before anything starts."""
-    task = env or config.env.task
-    factory = resolve_task(task) if isinstance(task, str) else task
-    num_envs = config.num_envs_per_shard
-    try:
-        probe = factory(
-            num_envs=num_envs, device=torch.device("cpu"), evaluation=False, **config.env.args
+    """Build one shard's environments here, only to know their spec before anything starts.
+
+    The one for evaluations is built too: that it cannot be must not come out after training.
+    """
+    task, shards = env or config.env.task, config.fleet.num_shards
+    probes = {False: config.num_envs_per_shard, True: config.evaluation.num_episodes // shards}
+    specs: list[EnvSpec] = []
+    for evaluation, num_envs in probes.items():
+        probe = make_env(
+            task,
+            num_envs=num_envs,
+            device=torch.device("cpu"),
+            evaluation=evaluation,
+            args=config.env.args,
         )
-    except TypeError as error:
-        raise ConfigError(
-            f"env.args {config.env.args} do not fit the constructor of {task} ({error})"
-        ) from error
-    spec = probe.spec
-    probe.close()
-    check_spec(spec, num_envs=num_envs)
-    return spec
+        specs.append(probe.spec)
+        probe.close()
+    return specs[0]
 
 
 def _with_task(config: Config, env: EnvFactory | str) -> Config:
     """`config` naming `env`, so that the run's folder says what it was trained on."""
-    path = env if isinstance(env, str) else f"{env.__module__}:{env.__qualname__}"
-    return config.model_copy(update={"env": config.env.model_copy(update={"task": path})})
+    section = config.env.model_copy(update={"task": task_name(env)})
+    return config.model_copy(update={"env": section})

@@ -1,3 +1,5 @@
+# pyright: reportAttributeAccessIssue=false
+# MuJoCo's bindings are a C extension without stubs.
 """What a task needs from a physics engine, and the choice of one."""
 
 from __future__ import annotations
@@ -99,9 +101,7 @@ def make_physics(
             )
         from collectors.physics.mujoco_physics import MujocoPhysics
 
-        return MujocoPhysics(
-            model, num_envs=num_envs, decimation=decimation, randomized=randomized
-        )
+        return MujocoPhysics(model, num_envs=num_envs, decimation=decimation, randomized=randomized)
     # Importing MuJoCo-Warp takes seconds, which the C engine shall not cost.
     from collectors.physics.warp_physics import WarpPhysics
 

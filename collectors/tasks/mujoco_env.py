@@ -1,3 +1,5 @@
+# pyright: reportAttributeAccessIssue=false
+# MuJoCo's bindings are a C extension without stubs.
 """The env shard of every native task: a physics engine, episode bookkeeping and a `Task`."""
 
 from __future__ import annotations
@@ -31,6 +33,10 @@ class Simulation:
     """MuJoCo-Warp's room for constraint rows in one world."""
     randomized: tuple[str, ...] = ()
     """`MjModel` fields that differ from world to world."""
+
+    def __post_init__(self) -> None:
+        if self.decimation < 1:
+            raise ValueError(f"decimation is {self.decimation}: give at least 1 physics step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +87,16 @@ class Task(ABC):
     def observe(self) -> Observation:
         """Observations (float32) of the present state; changes nothing."""
 
-    def finish(self, done: Tensor, truncated: Tensor) -> None:
+    def finish(  # noqa: B027  (nothing to count is a fine default)
+        self, done: Tensor, truncated: Tensor
+    ) -> None:
         """Take statistics of the episodes that end, before `start`. Both are (num_envs,)."""
 
     def report(self) -> dict[str, LocalState]:
         """See `EnvShard.report_shard_state`."""
         return {}
 
-    def apply(self, state: Mapping[str, Tensor]) -> None:
+    def apply(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027  (nor is there a state)
         """See `EnvShard.apply_shard_state`; may come before `allocate`. What is kept from it is
         not part of `memory`: a restored shard is told again."""
 

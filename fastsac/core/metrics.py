@@ -49,6 +49,7 @@ METRICS: dict[str, Metric] = {
     "eval/return": Metric("mean", "reward", "undiscounted return, deterministic policy"),
     "eval/return_min": Metric("min", "reward", "lowest episode of the evaluation"),
     "eval/episode_length": Metric("mean", "env steps", "length of evaluation episodes"),
+    "eval/survival": Metric("mean", "1", "share of evaluation episodes that never terminated"),
     # learner, means over the updates since the last record
     "learner/critic_loss": Metric("mean", "nats", "cross entropy, summed over critics"),
     "learner/actor_loss": Metric("mean", "reward", "alpha log pi - Q"),
@@ -87,7 +88,7 @@ METRICS: dict[str, Metric] = {
     "time/wait": Metric("driver", "s/tick", "tick beyond the slower side", "mean", wall=True),
     "time/evaluate": Metric("driver", "s", "the last evaluation", wall=True),
 }
-"""Names under `env/` (an environment's own) and `shard_state/` (the fleet's view) come beside
+"""Names under `env/` and `eval/env/` (an environment's own) and `shard_state/` (the fleet's view) come beside
 these; they pool as means over shards and are the driver's value."""
 
 
@@ -97,7 +98,7 @@ def metric(name: str) -> Metric:
     Raises:
         KeyError: nobody declared it.
     """
-    if name.startswith("env/"):
+    if name.startswith(("env/", "eval/env/")):
         return Metric("mean", "", "reported by the environment, mean over envs and steps")
     if name.startswith("shard_state/"):
         return Metric("driver", "", "the fleet's view of a shard state, mean over its entries")
