@@ -1,13 +1,19 @@
-# Two commands matter: `make demo` trains and draws the learning curve, `make test` runs the tests.
+# `make demo` trains and draws the learning curve, `make walk` teaches a quadruped to walk and draws
+# it walking, `make test` runs the tests.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 SEED ?= 1
+ROBOT ?= quadruped
 
-.PHONY: demo test check format clean
+.PHONY: demo walk test check format clean
 
 demo: $(VENV)/.base
 	$(BIN)/fastsac train cartpole-swingup --seed $(SEED)
+
+walk: $(VENV)/.base
+	$(BIN)/fastsac train $(ROBOT)-velocity --seed $(SEED)
+	$(BIN)/python tools/draw_walk.py "$$(ls -td runs/$(ROBOT)-velocity-* | head -1)" walk.png
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest

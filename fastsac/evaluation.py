@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +48,23 @@ def policy_spec(spec: EnvSpec, algorithm: AlgorithmConfig) -> PolicySpec:
     )
 
 
+def saved_policy(state: Mapping[str, Any], spec: EnvSpec, algorithm: AlgorithmConfig) -> Policy:
+    """The policy of a checkpoint's state, with the normaliser that belongs to it, on the CPU."""
+    normalizer = FleetNormalizer(
+        spec.actor_obs_dim, spec.critic_obs_dim, enabled=algorithm.normalize_observations
+    )
+    normalizer.load_state_dict(state["normalizer"])
+    policy = Policy(policy_spec(spec, algorithm), torch.device("cpu"))
+    policy.load(
+        PublishedPolicy(
+            version=state["progress"]["updates"],
+            parameters=state["learners"]["learner"]["actor"],
+            normalizers=normalizer.published(),
+        )
+    )
+    return policy
+
+
 def evaluate_run(run_dir: Path, *, num_episodes: int, seed: int) -> EvaluationResult:
     """One deterministic episode in each of `num_episodes` environments.
 
@@ -57,22 +75,7 @@ def evaluate_run(run_dir: Path, *, num_episodes: int, seed: int) -> EvaluationRe
     factory = resolve_task(config.env.task)
     device = torch.device("cpu")
     env = factory(num_envs=num_episodes, device=device, evaluation=True, **config.env.args)
-    spec = env.spec
-    normalizer = FleetNormalizer(
-        spec.actor_obs_dim,
-        spec.critic_obs_dim,
-        enabled=config.algorithm.normalize_observations,
-    )
-    normalizer.load_state_dict(state["normalizer"])
-    policy = Policy(policy_spec(spec, config.algorithm), device)
-    version = state["progress"]["updates"]
-    policy.load(
-        PublishedPolicy(
-            version=version,
-            parameters=state["learners"]["learner"]["actor"],
-            normalizers=normalizer.published(),
-        )
-    )
+    policy = saved_policy(state, env.spec, config.algorithm)
     report = run_episodes(env, policy, seed)
     env.close()
     return EvaluationResult(
@@ -80,6 +83,6 @@ def evaluate_run(run_dir: Path, *, num_episodes: int, seed: int) -> EvaluationRe
         lengths=report.lengths,
         terminated=report.terminated,
         info=report.info,
-        policy_version=version,
+        policy_version=state["progress"]["updates"],
         env_steps=state["progress"]["env_steps"],
     )

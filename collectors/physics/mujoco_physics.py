@@ -20,8 +20,8 @@ class MujocoPhysics:
     """`Physics` on the CPU, with torch's number of threads; any number gives the same bits.
 
     The solver starts cold in every env step, so the state is all that a world's future depends
-    on. A diverging world is not put back by the engine: its state becomes NaN, which collectors
-    handle.
+    on. A diverging world is not put back by the engine: its state becomes NaN once a value passes
+    mjMAXVAL = 1e10, which collectors handle.
     """
 
     def __init__(
@@ -34,6 +34,8 @@ class MujocoPhysics:
     ) -> None:
         """See `make_physics`."""
         assert model.na == 0, "actuator activations would have to be saved and reset too"
+        # Bodies that MuJoCo calls simple take their inertia from tables made at compile time.
+        assert not (randomized and model.dof_simplenum.any()), "changed masses would be ignored"
         model = copy.copy(model)
         model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_AUTORESET
         self._models = [copy.copy(model) if randomized else model for _ in range(num_envs)]
@@ -70,6 +72,9 @@ class MujocoPhysics:
             chunk_size=self._chunk,
         )
         self._state.copy_(self._last_state)
+        # Past this MuJoCo calls the world unstable; finite numbers would get into replay.
+        stable = self._state.abs().amax(1, keepdim=True) < mujoco.mjMAXVAL
+        self._state.masked_fill_(~stable, torch.nan)
 
     def set_state(self, mask: Tensor, qpos: Tensor, qvel: Tensor) -> None:
         rows = mask.nonzero().flatten()

@@ -132,8 +132,9 @@ class MujocoEnv:
         self._device = device
         self._evaluation = evaluation
         self._engine: Engine = physics
-        self._max_contacts = max_contacts or task.simulation.max_contacts
-        self._max_constraints = max_constraints or task.simulation.max_constraints
+        room = task.simulation
+        self._max_contacts = room.max_contacts if max_contacts is None else max_contacts
+        self._max_constraints = room.max_constraints if max_constraints is None else max_constraints
         self._physics: Physics | None = None
         self._fleet_state: dict[str, Tensor] = {}
 

@@ -269,7 +269,7 @@ def _menagerie(root: Path, name: str) -> _Recipe:
         raise ValueError(f"robot {name!r}: {file} has no keyframe for the default pose")
     hinges = _hinges(name, spec)
     key = next((key for key in spec.keys if key.name == "home"), spec.keys[0])
-    angles = dict(zip((joint.name for joint in hinges), key.qpos[7:], strict=True))
+    angles = dict(zip((joint.name for joint in hinges), list(key.qpos)[7:], strict=True))
     _name_geoms(spec)
     feet = _feet(spec)
     if not feet:

@@ -38,10 +38,12 @@ COMMAND_SCALE = "command_scale"
 """Shard state: share of the command range in use, in [COMMAND_START, 1]."""
 PENALTY_START = 0.3
 COMMAND_START = 0.5
-CURRICULUM_WINDOW = 128
-"""Episodes of the whole fleet that the two means remember."""
-CURRICULUM_RATE = 1e-3
-"""Relative change of the two scales per env step."""
+EPISODE_WINDOW = 64
+"""Episodes of the whole fleet that the mean episode length remembers."""
+TRACKING_WINDOW = 16_000
+"""Env steps of the whole fleet that the mean tracking remembers."""
+CURRICULUM_RATE = 2e-3
+"""Relative change of the two scales per vector step."""
 
 
 @dataclass
@@ -134,7 +136,6 @@ class VelocityTracking(Task):
         self._penalty_scale = PENALTY_START if self._curriculum else 1.0
         self._command_scale = COMMAND_START if self._curriculum else 1.0
         self._means = {EPISODE_LENGTH: 0.0, TRACKING: 0.0}
-        self._steps_since_report = 0
 
     def allocate(self, physics: Physics, generator: torch.Generator) -> None:
         self._physics = physics
@@ -159,14 +160,13 @@ class VelocityTracking(Task):
             "action": torch.zeros((n, joints), device=device),
             "change": torch.zeros((n, joints), device=device),
             "steps": torch.zeros(n, dtype=torch.int64, device=device),
-            "tracked": torch.zeros(n, device=device),
             "noise": torch.zeros((n, 12 + 2 * joints), device=device),
-            # episodes, their env steps, their summed tracking; since the last report
-            "finished": torch.zeros(3, dtype=torch.float64, device=device),
+            # since the last report: finished episodes, their env steps; summed tracking, env steps
+            "lasted": torch.zeros(2, dtype=torch.float64, device=device),
+            "tracked": torch.zeros(2, dtype=torch.float64, device=device),
         }
         self._command = self.memory["command"]
         self._view: _View | None = None
-        self._steps_since_report = 0
 
     def start(self, mask: Tensor) -> None:
         """At rest but for some noise, in the default stance, facing anywhere."""
@@ -184,7 +184,7 @@ class VelocityTracking(Task):
         )
         self._physics.set_state(mask, qpos, torch.cat([0.2 * twist, 0.5 * speed], 1))
         self._command.copy_(torch.where(mask[:, None], self._draw_commands(n), self._command))
-        for name in ("action", "change", "steps", "tracked"):
+        for name in ("action", "change", "steps"):
             tensor = self.memory[name]
             tensor.masked_fill_(mask.reshape(-1, *[1] * (tensor.dim() - 1)), 0)
         if self._randomization:
@@ -224,8 +224,8 @@ class VelocityTracking(Task):
         reward = torch.where(terminated, -1.0, reward)
 
         memory["steps"] += 1
-        memory["tracked"] += tracked
-        self._steps_since_report += 1
+        # A broken env step, which the collector drops, counts for nothing.
+        memory["tracked"] += torch.stack([tracked.nan_to_num(), tracked.isfinite()]).sum(1)
         info = {
             "velocity_error": planar.sqrt(),
             "yaw_rate_error": turning.sqrt(),
@@ -256,23 +256,24 @@ class VelocityTracking(Task):
 
     def finish(self, done: Tensor, truncated: Tensor) -> None:
         del truncated
-        memory = self.memory
-        # A broken episode, which the collector drops, counts for nothing.
-        counted = (done & memory["tracked"].isfinite()).double()
-        values = torch.stack([torch.ones_like(counted), memory["steps"], memory["tracked"]])
-        memory["finished"] += torch.where(counted > 0, values, 0).sum(1)
+        steps = self.memory["steps"]
+        self.memory["lasted"] += torch.where(
+            done, torch.stack([torch.ones_like(steps), steps]), 0
+        ).sum(1)
 
     def report(self) -> dict[str, LocalState]:
         if not self.spec.shard_states:
             return {}
-        episodes, steps, tracked = self.memory["finished"].tolist()
-        self.memory["finished"].zero_()
-        elapsed, self._steps_since_report = self._steps_since_report, 0
+        episodes, lasted = self.memory["lasted"].tolist()
+        tracked, steps = self.memory["tracked"].tolist()
+        self.memory["lasted"].zero_()
+        self.memory["tracked"].zero_()
+        elapsed = round(steps / self.spec.num_envs)
         lasting, following = self._means[EPISODE_LENGTH], self._means[TRACKING]
-        penalty = _steer(self._penalty_scale, lasting, 0.15, 0.75, PENALTY_START, elapsed)
-        command = _steer(self._command_scale, following, 0.4, 0.6, COMMAND_START, elapsed)
+        penalty = _steer(self._penalty_scale, lasting, 0.15, 0.5, PENALTY_START, elapsed)
+        command = _steer(self._command_scale, following, 0.5, 0.75, COMMAND_START, elapsed)
         return {
-            EPISODE_LENGTH: LocalState(value=_vector(steps), weight=episodes),
+            EPISODE_LENGTH: LocalState(value=_vector(lasted), weight=episodes),
             TRACKING: LocalState(value=_vector(tracked), weight=steps),
             PENALTY_SCALE: LocalState(value=_vector(penalty)),
             COMMAND_SCALE: LocalState(value=_vector(command)),
@@ -349,7 +350,11 @@ class VelocityTracking(Task):
         """Base mass +-20 %, friction of the feet +-40 %, actuator gains +-10 %, at scale 1."""
         robot = self._robot
         spread = self._randomization * (2 * self._rand(n, 3) - 1)
-        mass, friction, gains = 1 + 0.2 * spread[:, 0], 1 + 0.4 * spread[:, 1], 1 + 0.1 * spread[:, 2]
+        mass, friction, gains = (
+            1 + 0.2 * spread[:, 0],
+            1 + 0.4 * spread[:, 1],
+            1 + 0.1 * spread[:, 2],
+        )
         fields = {
             name: nominal.expand(n, *nominal.shape).clone()
             for name, nominal in self._nominal.items()
@@ -374,12 +379,12 @@ _RANDOMIZED = (
 
 
 def _shard_states() -> dict[str, MergeRule]:
-    def mean() -> MergeRule:
-        return MergeRule(kind="weighted_mean", size=1, window=CURRICULUM_WINDOW)
+    def mean(window: float) -> MergeRule:
+        return MergeRule(kind="weighted_mean", size=1, window=window)
 
     return {
-        EPISODE_LENGTH: mean(),
-        TRACKING: MergeRule(kind="weighted_mean", size=1, window=1000 * CURRICULUM_WINDOW),
+        EPISODE_LENGTH: mean(EPISODE_WINDOW),
+        TRACKING: mean(TRACKING_WINDOW),
         PENALTY_SCALE: MergeRule(kind="resolve_one", size=1, initial=PENALTY_START),
         COMMAND_SCALE: MergeRule(kind="resolve_one", size=1, initial=COMMAND_START),
     }

@@ -88,8 +88,8 @@ METRICS: dict[str, Metric] = {
     "time/wait": Metric("driver", "s/tick", "tick beyond the slower side", "mean", wall=True),
     "time/evaluate": Metric("driver", "s", "the last evaluation", wall=True),
 }
-"""Names under `env/` and `eval/env/` (an environment's own) and `shard_state/` (the fleet's view) come beside
-these; they pool as means over shards and are the driver's value."""
+"""Names under `env/` and `eval/env/` (an environment's own) and `shard_state/` (the fleet's view)
+come beside these; they pool as means over shards and are the driver's value."""
 
 
 def metric(name: str) -> Metric:

@@ -12,17 +12,20 @@ import warp as wp
 import collectors.tasks.cartpole
 from collectors.env import resolve_task
 from collectors.physics import warp_physics
+from collectors.physics.engine import Physics
 from collectors.physics.warp_physics import WarpPhysics
-from collectors.tasks.cartpole import SUCCESS, CartpoleSwingup, swingup_reward
+from collectors.tasks.cartpole import SUCCESS, cartpole_swingup, swingup_reward
+from collectors.tasks.mujoco_env import MujocoEnv
 from fastsac.core.shard_state import ShardReport, ShardStateBus
 from oracles import cartpole as oracle
 
 CPU = torch.device("cpu")
 MODEL_FILE = str(Path(collectors.tasks.cartpole.__file__).with_name("cartpole.xml"))
+both_engines = pytest.mark.parametrize("engine", ["mujoco", "warp"])
 
 
-def make(num_envs: int = 4, *, evaluation: bool = False, **args) -> CartpoleSwingup:
-    return CartpoleSwingup(num_envs=num_envs, device=CPU, evaluation=evaluation, **args)
+def make(num_envs: int = 4, *, evaluation: bool = False, **args) -> MujocoEnv:
+    return cartpole_swingup(num_envs=num_envs, device=CPU, evaluation=evaluation, **args)
 
 
 def make_physics(
@@ -38,12 +41,12 @@ def make_physics(
     )
 
 
-def put(physics: WarpPhysics, qpos: list, qvel: list) -> None:
+def put(physics: Physics, qpos: list, qvel: list) -> None:
     everything = torch.ones(len(physics.qpos), dtype=torch.bool)
     physics.set_state(everything, torch.tensor(qpos), torch.tensor(qvel))
 
 
-def push(env: CartpoleSwingup, num_steps: int, force: float = 0.0) -> list:
+def push(env: MujocoEnv, num_steps: int, force: float = 0.0) -> list:
     action = torch.full((env.spec.num_envs, 1), force)
     return [env.step(action) for _ in range(num_steps)]
 
@@ -153,8 +156,9 @@ def test_free_pole_keeps_its_energy():
     assert energy(physics) == pytest.approx(before, abs=0.02 * 0.98)
 
 
-def test_rail_holds_a_cart_that_pushes_outwards():
-    env = make(1, evaluation=True)
+@both_engines
+def test_rail_holds_a_cart_that_pushes_outwards(engine):
+    env = make(1, evaluation=True, physics=engine)
     env.reset(0)
     positions = torch.stack([step.final_actor_obs[0, 0] for step in push(env, 200, force=1.0)])
     assert positions.max() > 1.8
@@ -228,8 +232,9 @@ def test_reward_equals_dm_controls_formula():
     np.testing.assert_allclose(swingup_reward(obs, control[:, None]), expected, atol=1e-6)
 
 
-def test_reward_is_of_the_state_after_the_step_and_the_action_held():
-    env = make(3, evaluation=True)
+@both_engines
+def test_reward_is_of_the_state_after_the_step_and_the_action_held(engine):
+    env = make(3, evaluation=True, physics=engine)
     env.reset(0)
     assert env._physics is not None
     put(env._physics, [[0.0, 0.0], [1.0, 0.5], [-0.5, -1.0]], [[0.0, 0.0], [1.0, 1.0], [0.0, 3.0]])
@@ -248,8 +253,9 @@ def test_reward_is_of_the_state_after_the_step_and_the_action_held():
     np.testing.assert_allclose(step.reward, expected, atol=1e-6)
 
 
-def test_observation_is_position_cos_sin_and_the_two_velocities():
-    env = make(1)
+@both_engines
+def test_observation_is_position_cos_sin_and_the_two_velocities(engine):
+    env = make(1, physics=engine)
     env.reset(0)
     assert env._physics is not None
     put(env._physics, [[0.3, np.pi / 6]], [[0.5, -2.0]])
@@ -303,7 +309,7 @@ def test_easy_starts_fade_with_the_fleets_success():
 def test_report_sums_mean_rewards_of_whole_hanging_episodes():
     env = make(6, episode_length=4, easy_start_share=0.5)
     env.reset(3)
-    whole = env._counts.clone()
+    whole = (env._ages == 0) & ~env._task.memory["easy"]
     total, episodes, returns = 0.0, 0, np.zeros(6)
     for _ in range(40):
         (step,) = push(env, 1, force=0.3)
@@ -332,8 +338,9 @@ def test_first_episodes_of_spread_age_and_easy_starts_are_not_reported():
     assert env.report_shard_state()[SUCCESS].weight == young
 
 
-def test_broken_episode_does_not_reach_the_report():
-    env = make(2, evaluation=True, episode_length=3)
+@both_engines
+def test_broken_episode_does_not_reach_the_report(engine):
+    env = make(2, evaluation=True, episode_length=3, physics=engine)
     env.reset(0)
     assert env._physics is not None
     env._physics.qpos[0] = torch.nan
@@ -358,25 +365,28 @@ def test_reports_of_two_shards_become_the_fleets_mean():
     assert bus.merge(reports)[SUCCESS].item() == pytest.approx(float(totals[0] / totals[1]))
 
 
-def test_saved_shard_continues_bit_for_bit_on_the_rail_end():
-    env = make(3, episode_length=60)
+@both_engines
+def test_saved_shard_continues_bit_for_bit_on_the_rail_end_and_at_starts(engine):
+    args = {"episode_length": 60, "physics": engine}
+    env = make(64, **args)
     env.reset(0)
     push(env, 40, force=1.0)
     env.apply_shard_state({SUCCESS: torch.tensor([0.7], dtype=torch.float64)})
-    state = env.state_dict()
-    other = make(3, episode_length=60)
-    other.load_state_dict(state)
+    other = make(64, **args)
+    other.load_state_dict(env.state_dict())
     for ours, theirs in zip(push(env, 70, force=1.0), push(other, 70, force=1.0), strict=True):
         assert torch.equal(ours.actor_obs, theirs.actor_obs)
         assert torch.equal(ours.truncated, theirs.truncated)
-    assert other.state_dict()["easy_start_probability"] == pytest.approx(0.15)
+    reports = [shard.report_shard_state()[SUCCESS] for shard in (env, other)]
+    assert reports[0].weight == reports[1].weight > 0
+    assert torch.equal(reports[0].value, reports[1].value)
 
 
 # Arguments
 
 
 def test_task_name_leads_here():
-    assert resolve_task("cartpole-swingup") is CartpoleSwingup
+    assert resolve_task("cartpole-swingup") is cartpole_swingup
 
 
 @pytest.mark.parametrize(
@@ -384,11 +394,17 @@ def test_task_name_leads_here():
     [
         ({"decimation": 0}, "decimation is 0"),
         ({"easy_start_share": 1.5}, "easy_start_share is 1.5"),
+        ({"physics": "bullet"}, "physics is 'bullet'"),
     ],
 )
 def test_arguments_outside_their_range_are_refused(args, message):
     with pytest.raises(ValueError, match=message):
         make(**args)
+
+
+def test_unknown_argument_is_a_type_error():
+    with pytest.raises(TypeError, match="easy_start"):
+        make(easy_start=0.5)
 
 
 def test_construction_does_not_start_the_simulator():

@@ -3,6 +3,7 @@ import torch
 from probes import BreaksSometimes, ConstantReward, Probe, TerminatedOrTruncated
 
 from collectors.collector import Collector, CollectorSeeds
+from collectors.guard import EnvError
 from fastsac.core.normalizer import Normalizer, ObsNormalizers
 from fastsac.core.policy import PolicySpec, PublishedPolicy
 from fastsac.core.replay import ReplaySampler, sample_window
@@ -169,5 +170,5 @@ def test_an_env_that_shows_nan_after_a_reset_is_refused(tmp_path):
             observation.actor_obs[0, 0] = torch.nan
             return observation
 
-    with pytest.raises(ValueError, match="non-finite observations right after a reset"):
+    with pytest.raises(EnvError, match="observations right after a reset are not finite"):
         make_collector(tmp_path, StartsBroken)

@@ -1,3 +1,5 @@
+# pyright: reportAttributeAccessIssue=false
+# MuJoCo's bindings are a C extension without stubs.
 from __future__ import annotations
 
 import random
@@ -33,6 +35,12 @@ def make(task_id: str, *, evaluation: bool = False, num_envs: int = 3, **args: A
     return MjlabShard(task_id, num_envs=num_envs, device=CPU, evaluation=evaluation, **args)
 
 
+def inside(env: MjlabShard) -> Any:
+    """mjlab's own environment."""
+    assert env._env is not None
+    return env._env
+
+
 def actions_for(env: MjlabShard, num_steps: int, seed: int = 0) -> Tensor:
     """(num_steps, num_envs, action_dim) uniform within the bounds."""
     shape = (num_steps, env.spec.num_envs, env.spec.action_dim)
@@ -43,8 +51,8 @@ def actions_for(env: MjlabShard, num_steps: int, seed: int = 0) -> Tensor:
 @pytest.fixture(scope="session")
 def motion_file(tmp_path_factory) -> str:
     """Three seconds of a G1 standing in its default pose, 50 Hz."""
-    model = Entity(get_g1_robot_cfg()).spec.compile()
-    data = mujoco.MjData(model)
+    model: Any = Entity(get_g1_robot_cfg()).spec.compile()
+    data: Any = mujoco.MjData(model)
     mujoco.mj_resetDataKeyframe(model, data, 0)
     mujoco.mj_forward(model, data)
     frames, bodies, joints = 150, model.nbody - 1, model.nq - 7
@@ -141,9 +149,8 @@ def test_the_global_generators_are_left_alone_and_do_not_matter():
 def test_go1_bounds_reach_the_farther_joint_limit():
     env = make(GO1)
     env.reset(0)
-    assert env._env is not None
-    robot = env._env.scene["robot"]
-    term: Any = env._env.action_manager.get_term("joint_pos")
+    robot = inside(env).scene["robot"]
+    term: Any = inside(env).action_manager.get_term("joint_pos")
     limits, default = robot.data.joint_pos_limits[0], robot.data.default_joint_pos[0]
     for column, joint in enumerate(term.target_ids.tolist()):
         high = float(env.spec.action_high[column])
@@ -178,7 +185,7 @@ def test_a_motion_of_another_robot_is_refused(motion_file, tmp_path):
         arrays = dict(motion)
     arrays["joint_pos"] = arrays["joint_pos"][:, :23]
     np.savez(tmp_path / "other.npz", **arrays)
-    with pytest.raises(ValueError, match="has 23 joints where the robot of .* has 29"):
+    with pytest.raises(ValueError, match=r"has 23 joints where the robot of .* has 29"):
         _ = make(TRACKING, motion_file=str(tmp_path / "other.npz")).spec
     del arrays["body_pos_w"]
     np.savez(tmp_path / "partial.npz", **arrays)
@@ -194,19 +201,17 @@ def test_failures_are_reported_as_deltas_of_the_fleets_ema(motion_file):
     assert (rule.kind, rule.size, rule.rate) == ("linear_ema", 4, 0.001)
     for seed, shard in enumerate(shards):
         shard.reset(seed)
-        assert shard._env is not None
         # Every env fails in every other step.
-        config = shard._env.termination_manager.get_term_cfg("anchor_pos")
+        config = inside(shard).termination_manager.get_term_cfg("anchor_pos")
         config.params["threshold"] = 1e9
     expected = np.zeros(rule.size)
     for tick in range(3):
         for when in range(2):
             counts = np.zeros(rule.size)
             for shard in shards:
-                assert shard._env is not None
-                terminations = shard._env.termination_manager
+                terminations = inside(shard).termination_manager
                 terminations.get_term_cfg("anchor_pos").params["threshold"] = (1e9, -1.0)[when]
-                command: Any = shard._env.command_manager.get_term("motion")
+                command: Any = inside(shard).command_manager.get_term("motion")
                 frames = command.time_steps.tolist()
                 step = shard.step(torch.zeros(4, shard.spec.action_dim))
                 assert bool(step.terminated.all()) or when == 0
@@ -234,8 +239,7 @@ def test_resets_sample_frames_by_the_fleets_failures(motion_file):
     env.apply_shard_state({"motion_failures": torch.tensor([0, 0, 1e6, 0]).double()})
     for again in range(2):
         env.reset(again)
-        assert env._env is not None
-        command: Any = env._env.command_manager.get_term("motion")
+        command: Any = inside(env).command_manager.get_term("motion")
         # The third quarter of 149 frames, and one frame on.
         assert ((command.time_steps >= 74) & (command.time_steps <= 112)).all()
     env.apply_shard_state({"motion_failures": torch.tensor([1e6, 0, 0, 0]).double()})
@@ -250,9 +254,8 @@ def test_stages_follow_the_fleets_step_counter():
     env.reset(0)
     env.step(actions_for(env, 1)[0] * 0.01)
     assert env.report_shard_state()["vector_steps"].value.tolist() == [1.0]
-    assert env._env is not None
-    ranges = env._env.command_manager.get_term("twist").cfg.ranges  # pyright: ignore[reportAttributeAccessIssue] (a velocity command)
-    stages = env._env.curriculum_manager.get_term_cfg("command_vel").params["velocity_stages"]  # pyright: ignore[reportOptionalMemberAccess] (the task has a curriculum)
+    ranges = inside(env).command_manager.get_term("twist").cfg.ranges
+    stages = inside(env).curriculum_manager.get_term_cfg("command_vel").params["velocity_stages"]
     before = ranges.lin_vel_x
     env.apply_shard_state({"vector_steps": torch.tensor([float(stages[-1]["step"])]).double()})
     env.reset_envs(torch.tensor([True, False]))
@@ -265,10 +268,9 @@ def test_evaluation_has_a_time_limit_and_no_noise():
     env = make(GO1, evaluation=True, num_envs=2)
     assert env.spec.episode_length == 1000
     env.reset(0)
-    assert env._env is not None
-    assert env._env.max_episode_length == 1000
-    assert (env._env.episode_length_buf == 0).all()
-    assert not any(group.enable_corruption for group in env._env.cfg.observations.values())
+    assert inside(env).max_episode_length == 1000
+    assert (inside(env).episode_length_buf == 0).all()
+    assert not any(group.enable_corruption for group in inside(env).cfg.observations.values())
 
 
 def test_training_runs(tmp_path):
