@@ -24,6 +24,7 @@ from collectors.env import (
     check_spec,
     resolve_task,
 )
+from fastsac.core.config import ConfigError
 
 
 class EnvError(RuntimeError):
@@ -94,7 +95,7 @@ def make_env(
             signature.bind(**ours, **args)
         except TypeError as error:
             takes = ", ".join(p for p in signature.parameters if p not in ours)
-            raise ValueError(
+            raise ConfigError(
                 f"env.args {dict(args)} do not fit the constructor of {name} ({error}): it takes "
                 f"{takes or 'none'}"
             ) from error

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from fastsac.core.config import Config, ConfigError, parse_config
+from fastsac.core.config import Config, ConfigError, parse_config, shortened, shown
 
 
 def load_config(name_or_path: str, overrides: Sequence[tuple[str, str]] = ()) -> Config:
@@ -25,9 +25,11 @@ def load_config(name_or_path: str, overrides: Sequence[tuple[str, str]] = ()) ->
     fields = _read_yaml(_find(name_or_path))
     for field, text in overrides:
         try:
-            value = yaml.load(text, _Loader)
+            value = _parse(text)
         except yaml.YAMLError:
-            raise ConfigError(f"{field}: given {text!r}, should be a YAML value") from None
+            raise ConfigError(
+                f"{shortened(field)}: given {shown(text)}, should be a YAML value"
+            ) from None
         _override(fields, field, value)
     return parse_config(fields)
 
@@ -54,10 +56,16 @@ def _find(name_or_path: str) -> Path:
     shipped = shipped_configs()
     if name_or_path in shipped:
         return _shipped_dir() / f"{name_or_path}.yaml"
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(name_or_path).expanduser()
+        is_folder, exists = path.is_dir(), path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, `~user` of nobody, NUL
+        raise ConfigError(
+            f"{shown(name_or_path)} is no path ({shortened(str(error))}): give a YAML file"
+        ) from None
+    if is_folder:
         raise ConfigError(f"{name_or_path} is a folder: give a YAML file")
-    if not path.exists():
+    if not exists:
         near = difflib.get_close_matches(name_or_path, shipped, n=1)
         hint = f", did you mean {near[0]}?" if near else ""
         raise ConfigError(
@@ -67,14 +75,30 @@ def _find(name_or_path: str) -> Path:
     return path
 
 
+def _parse(text: str) -> Any:
+    """The value of a YAML text.
+
+    Raises:
+        yaml.YAMLError: it has none.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError:
+        raise yaml.YAMLError("nested too deeply") from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        # PyYAML's own constructors on `!!int x`, `!!bool x`, `!!timestamp x`, 2001-99-99
+        raise yaml.YAMLError(f"a value does not fit its kind ({shortened(str(error))})") from None
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        fields = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        fields = _parse(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): give a YAML text file") from None
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise ConfigError(f"{path}: {line}{error.problem}: correct the YAML") from None
+        problem = shortened(error.problem or "")
+        raise ConfigError(f"{path}: {line}{problem}: correct the YAML") from None
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path}: {reason}: correct the YAML") from None
@@ -101,8 +125,8 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen:
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 raise yaml.constructor.ConstructorError(
                     problem=f"{key.value!r} is given twice", problem_mark=key.start_mark
                 )

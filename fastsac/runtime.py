@@ -105,7 +105,7 @@ def connect(address: str | None) -> None:
 def _cluster_here() -> str:
     """HOST:PORT of the cluster that `ray start` began on this machine; asking Ray for one that
     has ended would take minutes."""
-    from ray._private.utils import get_ray_address_file
+    from ray._common.utils import get_ray_address_file
 
     file = Path(get_ray_address_file(None))
     address = file.read_text(encoding="utf-8").strip() if file.is_file() else ""

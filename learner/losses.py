@@ -40,7 +40,8 @@ def project(probabilities: Tensor, target_atoms: Tensor, support: Tensor) -> Ten
     # lands exactly on the support keeps its mass
     lower = position.floor().clamp(max=num_atoms - 2)
     upper_share = position - lower
-    index = lower.long().expand_as(probabilities)
+    # NaN is no index; it goes on in the masses, to the loss
+    index = lower.nan_to_num(0.0).long().expand_as(probabilities)
     to_upper = probabilities * upper_share
     projected = torch.zeros_like(probabilities)
     projected.scatter_add_(-1, index, probabilities - to_upper)

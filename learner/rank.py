@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from fastsac.core.config import AlgorithmConfig
-from fastsac.core.metrics import Mean, MetricValue, metric
+from fastsac.core.metrics import Mean, MetricValue, final_value, metric
 from fastsac.core.normalizer import ObsNormalizers
 from fastsac.core.policy import PolicySpec, PublishedPolicy
 from fastsac.core.replay import ReplaySampler, ReplayStorage, Window
@@ -31,6 +32,8 @@ class LearnReport:
     updates: int
     actor_parameters: Tensor | None
     """(num_parameters,) on the CPU; from rank 0 only, because all ranks hold the same."""
+    finite: bool
+    """Whether the metrics and the parameters are."""
     metrics: Mapping[str, MetricValue]
 
 
@@ -118,8 +121,13 @@ class LearnerRank:
                 tally.add(self._update(batch))
         parameters = self.actor_parameters() if self._rank == 0 else None
         metrics = tally.take()
+        finite = all(math.isfinite(final_value(value)) for value in metrics.values())
+        if parameters is not None:
+            finite = finite and bool(parameters.isfinite().all())
         metrics["time/learn"] = time.perf_counter() - started
-        return LearnReport(updates=num_updates, actor_parameters=parameters, metrics=metrics)
+        return LearnReport(
+            updates=num_updates, actor_parameters=parameters, finite=finite, metrics=metrics
+        )
 
     def actor_parameters(self) -> Tensor:
         """(num_parameters,) on the CPU, to publish."""

@@ -200,6 +200,11 @@ class Learner:
         }
 
 
+def all_finite(state: Mapping[str, Any]) -> bool:
+    """Whether a learner's saved state can be learnt from."""
+    return all(bool(tensor.isfinite().all()) for tensor in _leaves(state))
+
+
 def _leaves(tree: Mapping[str, Any]) -> Iterator[Tensor]:
     """Tensors of a nested mapping, in the order of the sorted keys."""
     for key in sorted(tree):

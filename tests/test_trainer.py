@@ -126,11 +126,15 @@ def test_one_stop_signal_checkpoints_and_leaves(tmp_path):
 def test_a_failing_evaluation_does_not_cost_the_training(tmp_path):
     class CannotBeEvaluated(ConstantReward):
         def __init__(self, *, num_envs, device, evaluation):
-            if evaluation:
-                raise RuntimeError("no evaluation scene")
             super().__init__(num_envs=num_envs, device=device, evaluation=evaluation)
+            self.evaluation = evaluation
 
-    with pytest.raises(RuntimeError, match="no evaluation scene"):
+        def reset(self, seed):
+            if self.evaluation:
+                raise RuntimeError("no evaluation scene")
+            return super().reset(seed)
+
+    with pytest.raises(TrainingError, match=r"failed in an evaluation: .*no evaluation scene"):
         train(small_config(tmp_path), env=CannotBeEvaluated, runtime="inline")
     [run_dir] = tmp_path.iterdir()
     assert saved_state(run_dir)["progress"]["env_steps"] == 640

@@ -20,7 +20,9 @@ COMMAND_LOW = (-0.6, -0.4, -0.8)
 """Forward m/s, leftward m/s and yaw rate rad/s, in the frame of the base."""
 COMMAND_HIGH = (1.0, 0.4, 0.8)
 COMMAND_STEPS = 500
-"""Env steps until a new command."""
+"""Env steps until a new command, in evaluations."""
+TRAINING_COMMAND_STEPS = 200
+"""Likewise in training: more starts and changes of motion, where falls happen."""
 STANDING_SHARE = 0.1
 """Share of commands that are zero."""
 PUSH_STEPS = 250
@@ -88,6 +90,7 @@ class VelocityTracking(Task):
         evaluation: bool,
         decimation: int,
         episode_length: int,
+        training_episode_length: int,
         randomization: float,
         pushes: float,
         observation_noise: float,
@@ -105,11 +108,15 @@ class VelocityTracking(Task):
         ):
             if not 0 <= value <= 1:
                 raise ValueError(f"env.args.{name} is {value:g}: give a scale in [0, 1]")
-        for name, count in (("decimation", decimation), ("episode_length", episode_length)):
+        for name, count in (
+            ("decimation", decimation),
+            ("episode_length", episode_length),
+            ("training_episode_length", training_episode_length),
+        ):
             if count < 1:
                 raise ValueError(f"env.args.{name} is {count}: give at least 1")
         self._robot = robot
-        self._evaluation = evaluation
+        self._command_steps = COMMAND_STEPS if evaluation else TRAINING_COMMAND_STEPS
         self._randomization = 0.0 if evaluation else randomization
         self._pushes = 0.0 if evaluation else pushes
         self._noise = 0.0 if evaluation else observation_noise
@@ -130,7 +137,9 @@ class VelocityTracking(Task):
             action_low=robot.action_low,
             action_high=robot.action_high,
             control_period_s=decimation * robot.timestep,
-            episode_length=episode_length,
+            episode_length=(
+                episode_length if evaluation else min(episode_length, training_episode_length)
+            ),
             shard_states=_shard_states() if curriculum else {},
         )
         self._penalty_scale = PENALTY_START if self._curriculum else 1.0
@@ -331,7 +340,7 @@ class VelocityTracking(Task):
         return torch.where(unit[:, 3:] < STANDING_SHARE, 0.0, self._command_scale * command)
 
     def _renew_commands(self) -> None:
-        due = self.memory["steps"] % COMMAND_STEPS == 0
+        due = self.memory["steps"] % self._command_steps == 0
         if self._device.type != "cpu" or bool(due.any()):
             drawn = self._draw_commands(len(due))
             self._command.copy_(torch.where(due[:, None], drawn, self._command))
@@ -408,6 +417,7 @@ def _velocity(
     evaluation: bool,
     decimation: int = 4,
     episode_length: int = 1000,
+    training_episode_length: int = 400,
     randomization: float = 0.0,
     pushes: float = 0.0,
     observation_noise: float = 0.0,
@@ -421,6 +431,7 @@ def _velocity(
     Args:
         decimation: physics steps per env step.
         episode_length: env steps until truncation.
+        training_episode_length: at most so many in training, whose episodes bootstrap there.
         randomization: scale, in [0, 1], of the differences between the worlds' masses, frictions
             and gains; training only, like the next two.
         pushes: scale of sudden changes of the base's velocity.
@@ -433,6 +444,7 @@ def _velocity(
         evaluation=evaluation,
         decimation=decimation,
         episode_length=episode_length,
+        training_episode_length=training_episode_length,
         randomization=randomization,
         pushes=pushes,
         observation_noise=observation_noise,

@@ -23,6 +23,11 @@ from pydantic import (
     model_validator,
 )
 
+MAX_ERRORS = 5
+"""Wrong fields that one message lists."""
+MAX_SHOWN = 60
+"""Characters of a given value that a message repeats."""
+
 Schedule = Literal["overlap", "alternate"]
 
 
@@ -52,30 +57,30 @@ class _Section(BaseModel):
 class EnvConfig(_Section):
     task: str
     """Task name (`fastsac list-tasks`) or `module:Class` of an `EnvShard`."""
-    num_envs: int = Field(gt=0)
+    num_envs: int = Field(gt=0, le=10_000_000)
     """Environments in the whole fleet (global)."""
     args: dict[str, JsonValue] = Field(default_factory=dict)
     """Keyword arguments for the environment's constructor: plain values, lists and mappings."""
 
 
 class FleetConfig(_Section):
-    num_ranks: int = Field(default=1, gt=0)
+    num_ranks: int = Field(default=1, gt=0, le=10_000)
     """Learner processes; the world size of the gradient all-reduce."""
-    collectors_per_rank: int = Field(default=1, gt=0)
+    collectors_per_rank: int = Field(default=1, gt=0, le=1000)
     """Collectors (each one env shard and one replay shard) on the host of each rank."""
     schedule: Schedule = "overlap"
     """`overlap`: collect and learn at the same time on tick-old data; `alternate`: in turn."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where networks, replay and simulation live; `auto` takes CUDA when Ray's nodes offer it."""
-    threads_per_rank: int = Field(default=1, gt=0)
+    threads_per_rank: int = Field(default=1, gt=0, le=1024)
     """CPU threads of each learner rank."""
-    threads_per_collector: int = Field(default=1, gt=0)
+    threads_per_collector: int = Field(default=1, gt=0, le=1024)
     """CPU threads of each collector."""
-    cpus_per_rank: float = Field(default=1.0, gt=0)
+    cpus_per_rank: float = Field(default=1.0, gt=0, le=1024)
     """CPUs that Ray reserves for each rank."""
-    cpus_per_collector: float = Field(default=0.5, gt=0)
+    cpus_per_collector: float = Field(default=0.5, gt=0, le=1024)
     """CPUs that Ray reserves for each collector."""
-    collective_timeout_s: float = Field(default=120.0, gt=0)
+    collective_timeout_s: float = Field(default=120.0, gt=0, le=86_400)
     """Longest wait of an all-reduce for a missing rank, s."""
 
     @property
@@ -84,11 +89,11 @@ class FleetConfig(_Section):
 
 
 class ReplayConfig(_Section):
-    steps_per_env: int = Field(default=1024, gt=1)
+    steps_per_env: int = Field(default=1024, gt=1, le=100_000_000)
     """Transitions kept per environment (vector steps of history)."""
-    n_step: int = Field(default=1, gt=0)
+    n_step: int = Field(default=1, gt=0, le=1000)
     """Rewards summed before the bootstrap, env steps."""
-    final_slots_per_env: float = Field(default=4.0, gt=0)
+    final_slots_per_env: float = Field(default=4.0, gt=0, le=10_000)
     """True final observations of truncated transitions kept, per environment (a shard's total is
     rounded up)."""
     dir: str = "/dev/shm"
@@ -96,25 +101,25 @@ class ReplayConfig(_Section):
 
 
 class AlgorithmConfig(_Section):
-    batch_size: int = Field(default=8192, gt=0)
+    batch_size: int = Field(default=8192, gt=0, le=16_777_216)
     """Transitions per update, all ranks together (global)."""
-    updates_per_vector_step: float = Field(default=8.0, gt=0)
+    updates_per_vector_step: float = Field(default=8.0, ge=1e-6, le=100_000)
     """Updates per vector step of the fleet; the knob of the update-to-data ratio."""
-    weight_publish_interval: int = Field(default=8, gt=0)
+    weight_publish_interval: int = Field(default=8, gt=0, le=1_000_000)
     """Updates between two publications of the policy: the updates of one tick."""
-    learning_starts: int = Field(default=10, ge=0)
+    learning_starts: int = Field(default=10, ge=0, le=10**12)
     """Vector steps before the first update."""
-    actor_hidden: int = Field(default=512, ge=4, multiple_of=4)
+    actor_hidden: int = Field(default=512, ge=4, le=16_384, multiple_of=4)
     """Width h of the actor's layers h, h/2, h/4."""
-    critic_hidden: int = Field(default=768, ge=4, multiple_of=4)
+    critic_hidden: int = Field(default=768, ge=4, le=16_384, multiple_of=4)
     """Width h of each critic's layers h, h/2, h/4."""
-    num_q: int = Field(default=2, gt=0)
+    num_q: int = Field(default=2, gt=0, le=100)
     """Critics in the ensemble."""
-    num_atoms: int = Field(default=101, ge=2)
+    num_atoms: int = Field(default=101, ge=2, le=10_000)
     """Atoms of the value distribution (C51)."""
-    v_min: float = -20.0
+    v_min: float = Field(default=-20.0, ge=-1e9, le=1e9)
     """Lowest return on the critic's support."""
-    v_max: float = 20.0
+    v_max: float = Field(default=20.0, ge=-1e9, le=1e9)
     """Highest return on the critic's support."""
     critic_target: Literal["each", "min", "mean"] = "each"
     """Each critic learns its own target, the target of lowest mean value, or the averaged one."""
@@ -122,27 +127,27 @@ class AlgorithmConfig(_Section):
     """Discount per env step."""
     tau: float = Field(default=0.125, gt=0, le=1)
     """Share of the critic that moves into its target network per update (Polyak)."""
-    policy_frequency: int = Field(default=4, gt=0)
+    policy_frequency: int = Field(default=4, gt=0, le=1_000_000)
     """Updates per actor step."""
-    actor_lr: float = Field(default=3e-4, gt=0)
+    actor_lr: float = Field(default=3e-4, gt=0, le=1)
     """AdamW learning rate of the actor."""
-    critic_lr: float = Field(default=3e-4, gt=0)
+    critic_lr: float = Field(default=3e-4, gt=0, le=1)
     """AdamW learning rate of the critics."""
-    alpha_lr: float = Field(default=3e-4, gt=0)
+    alpha_lr: float = Field(default=3e-4, gt=0, le=1)
     """AdamW learning rate of log alpha."""
     betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
     """AdamW moment decays."""
-    weight_decay: float = Field(default=1e-3, ge=0)
+    weight_decay: float = Field(default=1e-3, ge=0, le=1)
     """AdamW weight decay of actor and critics (log alpha has none)."""
-    max_grad_norm: float = Field(default=0.0, ge=0)
+    max_grad_norm: float = Field(default=0.0, ge=0, le=1e9)
     """Global-norm clip of actor and critic gradients; 0 leaves them as they are."""
-    alpha_init: float = Field(default=1e-3, gt=0)
+    alpha_init: float = Field(default=1e-3, gt=0, le=1e6)
     """Temperature at the start."""
-    target_entropy_ratio: float = 0.0
+    target_entropy_ratio: float = Field(default=0.0, ge=-1e6, le=1e6)
     """Target entropy = -action_dim * this ratio, nats."""
-    log_std_min: float = -5.0
+    log_std_min: float = Field(default=-5.0, ge=-20, le=10)
     """Lowest log standard deviation of the policy."""
-    log_std_max: float = 0.0
+    log_std_max: float = Field(default=0.0, ge=-20, le=10)
     """Highest log standard deviation of the policy."""
     normalize_observations: bool = True
     """Standardise observations with the fleet-wide running mean and variance."""
@@ -189,23 +194,23 @@ class AlgorithmConfig(_Section):
 
 
 class EvaluationConfig(_Section):
-    interval_env_steps: int = Field(default=0, ge=0)
+    interval_env_steps: int = Field(default=0, ge=0, le=10**15)
     """Fleet-wide env steps between evaluations; 0 evaluates at the end only."""
-    num_episodes: int = Field(default=32, gt=0)
+    num_episodes: int = Field(default=32, gt=0, le=1_000_000)
     """Episodes per evaluation, one per evaluation environment (global)."""
 
 
 class CheckpointConfig(_Section):
-    interval_env_steps: int = Field(default=0, ge=0)
+    interval_env_steps: int = Field(default=0, ge=0, le=10**15)
     """Fleet-wide env steps between checkpoints; 0 saves at the end only."""
-    keep: int = Field(default=2, gt=0)
+    keep: int = Field(default=2, gt=0, le=1_000_000)
     """Newest checkpoints kept."""
 
 
 class LogConfig(_Section):
     dir: str = "runs"
     """Folder that receives the run's folder."""
-    interval_env_steps: int = Field(default=0, ge=0)
+    interval_env_steps: int = Field(default=0, ge=0, le=10**15)
     """Fleet-wide env steps between log records; 0 logs every tick."""
     tensorboard: bool = True
     """Write TensorBoard event files beside metrics.jsonl."""
@@ -216,9 +221,9 @@ class Config(_Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
     """Name of the run's folder: letters, digits, '.', '_' and '-'."""
-    seed: int = Field(default=1, ge=0)
+    seed: int = Field(default=1, ge=0, le=2**63 - 1)
     """Root of every random stream of the run."""
-    total_env_steps: int = Field(gt=0)
+    total_env_steps: int = Field(gt=0, le=10**15)
     """Fleet-wide env steps to train for; the run ends with the first tick that reaches it."""
     max_nonfinite_rate: float = Field(default=0.01, ge=0, le=1)
     """Share of transitions with a non-finite value above which the run stops."""
@@ -251,7 +256,24 @@ class Config(_Section):
             f"vector steps to sample, algorithm.batch_size {batch_size} and replay.n_step "
             f"{self.replay.n_step} need {needed}: give at least {overwritten + needed}",
         )
+        self._check_that_it_learns()
         return self
+
+    def _check_that_it_learns(self) -> None:
+        """Refuse a run that ends before its first update."""
+        batch = math.ceil(self.algorithm.batch_size / self.env.num_envs)
+        needed = max(self.algorithm.learning_starts, batch)
+        # a tick learns from the rows before it, or, alternating, from its own too
+        tick = self.algorithm.vector_steps_per_tick
+        ticks = math.ceil(needed / tick) + (self.fleet.schedule == "overlap")
+        least = (max(ticks, 1) - 1) * tick * self.env.num_envs + 1
+        _refuse_unless(
+            self.total_env_steps >= least,
+            f"total_env_steps {self.total_env_steps} ends before the first update: "
+            f"algorithm.learning_starts {self.algorithm.learning_starts} and a batch of "
+            f"{self.algorithm.batch_size} need {needed} vector steps of {self.env.num_envs} env "
+            f"steps: give total_env_steps of at least {least}, or lower them",
+        )
 
     @property
     def num_envs_per_shard(self) -> int:
@@ -275,7 +297,24 @@ def parse_config(fields: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(fields)
     except ValidationError as error:
-        raise ConfigError("; ".join(_one_line(item) for item in error.errors())) from None
+        lines = [_one_line(item) for item in error.errors()]
+        more = [f"and {len(lines) - MAX_ERRORS} more"] if len(lines) > MAX_ERRORS else []
+        raise ConfigError("; ".join(lines[:MAX_ERRORS] + more)) from None
+
+
+def shown(value: Any) -> str:
+    """A given value as a message repeats it: on one line, not at length."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, endless nesting
+        text = f"a {type(value).__name__} too long to show"
+    return shortened(text)
+
+
+def shortened(text: str) -> str:
+    """`text` on one line, cut off after `MAX_SHOWN` characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
 
 
 def nearest_fields(path: str) -> list[str]:
@@ -303,7 +342,7 @@ def _one_line(item: Any) -> str:
     loc = item["loc"]
     if loc[:2] == ("env", "args"):
         loc = loc[:3]  # below it, pydantic mixes its own words into the location
-    path = ".".join(str(part) for part in loc)
+    path = shortened(".".join(str(part) for part in loc))
     if item["type"] == "value_error":
         return f"{path}: {item['ctx']['error']}" if path else str(item["ctx"]["error"])
     if item["type"] == "missing":
@@ -311,7 +350,7 @@ def _one_line(item: Any) -> str:
     if item["type"] == "extra_forbidden":
         return f"{path}: unknown field, nearest are {', '.join(nearest_fields(path))}"
     allowed: str = _ALLOWED.get(item["type"]) or item["msg"].removeprefix("Input ")
-    return f"{path}: given {item['input']!r}, {allowed[0].lower()}{allowed[1:]}"
+    return f"{path}: given {shown(item['input'])}, {allowed[0].lower()}{allowed[1:]}"
 
 
 _ALLOWED = {

@@ -53,7 +53,12 @@ class SharedTensors:
         path = Path(directory) / name
         _remove_stale(path)
         lock = _reserve(path, _num_bytes(layout))
-        shared = _map_file(path, layout)
+        try:
+            shared = _map_file(path, layout)
+        except BaseException:
+            os.close(lock)
+            path.unlink()
+            raise
         shared._lock = lock
         return shared
 
@@ -107,20 +112,21 @@ def _reserve(path: Path, num_bytes: int) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, num_bytes)
-        except OSError:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except BaseException:
             os.close(descriptor)
             path.unlink()
             raise
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
         return descriptor
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # more than a file offset can say
         advice = "set replay.dir to a folder with room"
-        if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EINVAL):
+        number = error.errno if isinstance(error, OSError) else errno.EFBIG
+        if number in (errno.ENOSPC, errno.EFBIG, errno.EINVAL):
             free = shutil.disk_usage(path.parent).free
             advice = f"{free:,} bytes are free: {advice} or lower replay.steps_per_env"
         raise ValueError(
             f"a replay shard of {num_bytes:,} bytes cannot be made at {path} "
-            f"({error.strerror}): {advice}"
+            f"({os.strerror(number or 0)}): {advice}"
         ) from None
 
 

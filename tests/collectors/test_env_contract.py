@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from collectors.env import EnvShard, EnvSpec, Observation, Step
-from collectors.tasks.cartpole import CartpoleSwingup
+from collectors.tasks.cartpole import cartpole_swingup
 from collectors.testing import check_env_shard
 from fastsac.core.shard_state import LocalState, MergeRule
 
@@ -185,7 +185,7 @@ def f64(*values: float) -> Tensor:
 def test_walk_and_cartpole_are_env_shards():
     args = {"num_envs": 1, "device": torch.device("cpu"), "evaluation": False}
     assert isinstance(Walk(**args), EnvShard)
-    assert isinstance(CartpoleSwingup(**args), EnvShard)
+    assert isinstance(cartpole_swingup(**args), EnvShard)
 
 
 def test_walk_keeps_the_contract():
@@ -193,11 +193,11 @@ def test_walk_keeps_the_contract():
 
 
 def test_cartpole_keeps_the_contract():
-    assert check_env_shard(CartpoleSwingup) == []
+    assert check_env_shard(cartpole_swingup) == []
 
 
 def test_cartpole_of_short_episodes_keeps_the_contract():
-    assert check_env_shard(CartpoleSwingup, num_envs=3, episode_length=7, decimation=1) == []
+    assert check_env_shard(cartpole_swingup, num_envs=3, episode_length=7, decimation=1) == []
 
 
 def test_env_that_cannot_be_saved_is_noted():

@@ -179,6 +179,7 @@ def test_go1_and_g1_have_the_numbers_of_mjlab() -> None:
     ):
         robot = load_robot(name)
         model = robot.model
+        assert initial.joint_pos is not None
         for i, joint in enumerate(robot.joint_names):
             (motor,) = [m for m in articulation.actuators if _matches(m.target_names_expr, joint)]
             assert model.dof_armature[6 + i] == pytest.approx(motor.armature)

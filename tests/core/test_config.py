@@ -32,6 +32,7 @@ def refusal(**changes: Any) -> str:
 def test_derived_sizes_are_the_quotients() -> None:
     config = parse_config(
         fields(
+            total_env_steps=10_000,
             env__num_envs=96,
             fleet__num_ranks=2,
             fleet__collectors_per_rank=3,
