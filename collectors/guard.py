@@ -104,14 +104,14 @@ def make_env(
         env = factory(**ours, **args)
         missing = [m for m in vars(EnvShard) if not m.startswith("_") and not hasattr(env, m)]
     except Exception as error:
-        raise ValueError(f"{name} cannot be constructed{during}: {_describe(error)}") from error
+        raise ConfigError(f"{name} cannot be constructed{during}: {_describe(error)}") from error
     if missing:
-        raise ValueError(
+        raise ConfigError(
             f"{name} is no EnvShard, it lacks {', '.join(missing)}: see collectors.env.EnvShard"
         )
     spec = env.spec
     if not isinstance(spec, EnvSpec):
-        raise ValueError(f"spec of {name} is {_what(spec)}: should be a collectors.env.EnvSpec")
+        raise ConfigError(f"spec of {name} is {_what(spec)}: should be a collectors.env.EnvSpec")
     check_spec(spec, num_envs=num_envs)
     return env
 

@@ -113,7 +113,7 @@ def _list_tasks(args: argparse.Namespace, overrides: Overrides) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from collectors.env import TASKS, resolve_task
+    from collectors.env import ADAPTERS, TASKS, resolve_task
     from fastsac.config_files import load_config, shipped_configs
 
     configs: dict[str, list[str]] = {}
@@ -122,7 +122,11 @@ def _list_tasks(args: argparse.Namespace, overrides: Overrides) -> int:
     table = Table("task", "what it is", "shipped configurations")
     for task in TASKS:
         doc = (resolve_task(task).__doc__ or "").strip().partition("\n")[0]
-        table.add_row(task, doc, ", ".join(configs.get(task, [])))
+        table.add_row(task, doc, ", ".join(configs.pop(task, [])))
+    for task, names in configs.items():
+        table.add_row(task, "A task of another library.", ", ".join(names))
+    for prefix in ADAPTERS:
+        table.add_row(f"{prefix}:ID", f"Any of its tasks (extra `{prefix}`).", "")
     Console().print(table)
     return 0
 

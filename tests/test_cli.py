@@ -176,6 +176,8 @@ def test_eval_prints_the_statistics_of_the_episodes(
         return SimpleNamespace(
             returns=torch.tensor([1.0, 3.0]),
             lengths=torch.tensor([10, 20]),
+            terminated=torch.tensor([True, False]),
+            info={"velocity_error": torch.tensor([0.1, 0.3])},
             policy_version=4000,
             env_steps=128_000,
         )
@@ -186,6 +188,8 @@ def test_eval_prints_the_statistics_of_the_episodes(
     assert main(["eval", "runs/a", "--episodes", "2", "--seed", "0"]) == 0
     assert asked == [(Path("runs/a"), 2, 0)]
     out = capsys.readouterr().out
+    assert "50.0% of the episodes" in out
+    assert "0.2000" in out
     for text in ("2.00", "1.00, 3.00", "15.0 env steps", "4,000 updates", "128,000 env steps"):
         assert text in out
 

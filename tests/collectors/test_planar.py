@@ -156,7 +156,8 @@ def test_starts_differ_are_at_rest_and_keep_the_joint_limits(task):
     assert not env._physics.qvel.any()
     # 500 uniform draws: within 3% of either end, but for one in millions
     share = (joints - low) / (high - low)
-    assert -1e-6 < share.min() and share.max() < 1 + 1e-6
+    assert share.min() > -1e-6
+    assert share.max() < 1 + 1e-6
     assert share.amin(0).max() < 0.03
     assert share.amax(0).min() > 0.97
 
@@ -211,5 +212,13 @@ def trajectories(
 def test_warp_agrees_with_mujoco_c_on_the_pendulum():
     (warp, c), rewards = trajectories("pendulum-swingup", 8, 100)
     assert (c[-1] - c[0]).abs().min() > 0.01
-    np.testing.assert_allclose(warp, c, atol=PENDULUM_ATOL)
-    np.testing.assert_allclose(*rewards, atol=PENDULUM_ATOL)
+    np.testing.assert_allclose(warp, c, rtol=0, atol=1e-3)
+    np.testing.assert_allclose(*rewards, rtol=0, atol=1e-3)
+
+
+def test_warp_agrees_with_mujoco_c_on_the_mean_walker():
+    (warp, c), rewards = trajectories("walker-run", 256, 30)
+    # measured: means 1e-6 apart, single envs 2e-4, while the mean height falls by decimetres
+    assert c[0, :, 1].mean() - c[-1, :, 1].mean() > 0.1
+    np.testing.assert_allclose(warp.mean(1), c.mean(1), rtol=0, atol=2e-5)
+    np.testing.assert_allclose(rewards[0].mean(1), rewards[1].mean(1), rtol=0, atol=1e-6)

@@ -23,6 +23,7 @@ from collectors.tasks.velocity import (
     PUSH_SPEED,
     PUSH_STEPS,
     STANDING_SHARE,
+    TRAINING_COMMAND_STEPS,
     VelocityTracking,
     quadruped_velocity,
 )
@@ -94,7 +95,14 @@ def test_keeps_the_contract(robot: str, args: dict):
     few = {} if robot == "quadruped" else {"episode_length": 8, "num_steps": 5}
     check_env_shard(
         resolve_task(f"{robot}-velocity"),
-        **{"num_envs": 2, "episode_length": 40, "num_steps": 20, "physics": "mujoco", **args, **few},
+        **{
+            "num_envs": 2,
+            "episode_length": 40,
+            "num_steps": 20,
+            "physics": "mujoco",
+            **args,
+            **few,
+        },
     )
 
 
@@ -265,15 +273,18 @@ def test_tilting_over_60_degrees_or_sinking_terminates_and_never_truncates():
 # Commands
 
 
-def test_a_command_stays_for_command_steps_and_is_then_redrawn():
-    env = make(8, decimation=1, curriculum=False)
+@pytest.mark.parametrize(
+    ("evaluation", "stays"), [(False, TRAINING_COMMAND_STEPS), (True, COMMAND_STEPS)]
+)
+def test_a_command_stays_for_command_steps_and_is_then_redrawn(evaluation: bool, stays: int):
+    env = make(8, evaluation=evaluation, decimation=1, curriculum=False)
     first = env.reset(0).actor_obs[:, 9:12].clone()
     task, _ = inside(env)
     env._ages.zero_()
     for step in stand(env, 3):
         assert torch.equal(step.actor_obs[:, 9:12], first)
     assert task.memory["steps"].tolist() == [3] * 8
-    task.memory["steps"][:4] = COMMAND_STEPS - 3
+    task.memory["steps"][:4] = stays - 3
     before, last, due, after = (step.actor_obs[:, 9:12].clone() for step in stand(env, 4))
     assert torch.equal(before, first)
     assert torch.equal(last, first)
