@@ -48,8 +48,17 @@ class WarpPhysics:
         device: torch.device,
         randomized: Sequence[str] = (),
     ) -> None:
-        """See `make_physics`."""
+        """See `make_physics`.
+
+        Raises:
+            ValueError: no room for a constraint.
+        """
         assert model.na == 0, "actuator activations would have to be saved and reset too"
+        if max_constraints < 1:
+            raise ValueError(
+                f"max_constraints is {max_constraints}, and MuJoCo-Warp moves no world without "
+                "room for one: give env.args.max_constraints of at least 1"
+            )
         self._device = wp.device_from_torch(device)
         self._decimation = decimation
         self._room = {"max_contacts": max_contacts, "max_constraints": max_constraints}

@@ -395,3 +395,19 @@ def test_the_c_engine_is_refused_on_a_gpu_in_one_line():
 
 def test_auto_is_the_c_engine_on_the_cpu():
     assert isinstance(make("auto", 1), MujocoPhysics)
+
+
+def test_warp_refuses_to_have_no_room_for_constraints():
+    model = mujoco.MjModel.from_xml_string(
+        "<mujoco><worldbody><body><joint/><geom size='1'/></body></worldbody></mujoco>"
+    )
+    with pytest.raises(ValueError, match="max_constraints of at least 1"):
+        make_physics(
+            "warp",
+            model,
+            num_envs=1,
+            decimation=1,
+            device=torch.device("cpu"),
+            max_contacts=0,
+            max_constraints=0,
+        )
