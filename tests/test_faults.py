@@ -100,7 +100,7 @@ def test_a_run_that_ends_before_its_first_update_is_refused(tmp_path: Path) -> N
 
 def test_a_replay_beyond_all_disks_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
     layout = {"rows": ((10**18,), torch.float32)}
-    with pytest.raises(ValueError, match="replay.dir"):
+    with pytest.raises(ValueError, match=r"replay\.dir"):
         SharedTensors.allocate(
             layout, device=torch.device("cpu"), directory=str(tmp_path), name="huge"
         )

@@ -84,7 +84,9 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
     nodes: list[subprocess.Popen] = []
 
     def start(*arguments: str) -> None:
-        command = [*RAY, "start", *common, *arguments]
+        # The agent that starts jobs has a fixed port, which another cluster may have taken.
+        agent_port = f"--dashboard-agent-listen-port={free_port()}"
+        command = [*RAY, "start", *common, agent_port, *arguments]
         nodes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
 
     with contextlib.ExitStack() as stack:
