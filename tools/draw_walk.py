@@ -121,7 +121,7 @@ def _draw(walk: Walk, pictures: list[np.ndarray], path: Path) -> None:
         axes.plot(time_s, walk.command[:, i], color=colour, linestyle="--", linewidth=1)
         axes.plot(time_s, walk.velocity[:, i], color=colour, linewidth=1.2, label=name)
     axes.set_ylabel("commanded (dashed), done")
-    axes.legend(loc="upper right", ncols=3, frameon=False)
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, frameon=False)
     axes.grid(alpha=0.3)
     feet = figure.add_subplot(grid[rows - 1], sharex=axes)
     feet.imshow(
