@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from collectors.collector import run_episodes
-from collectors.env import EnvSpec, resolve_task
+from collectors.env import EnvSpec
+from collectors.guard import make_env
 from fastsac.core.config import AlgorithmConfig
 from fastsac.core.normalizer import FleetNormalizer
 from fastsac.core.policy import Policy, PolicySpec, PublishedPolicy
@@ -72,9 +73,13 @@ def evaluate_run(run_dir: Path, *, num_episodes: int, seed: int) -> EvaluationRe
         ValueError: the folder holds no run, or no whole checkpoint.
     """
     config, state = open_run(run_dir)
-    factory = resolve_task(config.env.task)
-    device = torch.device("cpu")
-    env = factory(num_envs=num_episodes, device=device, evaluation=True, **config.env.args)
+    env = make_env(
+        config.env.task,
+        num_envs=num_episodes,
+        device=torch.device("cpu"),
+        evaluation=True,
+        args=config.env.args,
+    )
     policy = saved_policy(state, env.spec, config.algorithm)
     report = run_episodes(env, policy, seed)
     env.close()

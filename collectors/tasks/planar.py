@@ -185,6 +185,9 @@ class PlanarRobot(PlanarTask):
         super().allocate(physics, generator)
         device = physics.qpos.device
         self._skeleton = Skeleton(self._model, device)
+        sensors = [self._model.sensor(n) for n in range(self._model.nsensor)]
+        self._columns = {s.name: slice(s.adr[0], s.adr[0] + s.dim[0]) for s in sensors}
+        self._touches = slice(self._model.nsensordata - self._num_touches(), None)
         ranges = torch.tensor(self._model.jnt_range[2:], dtype=torch.float32)
         ranges[0] = torch.tensor([-self.start_pitch_rad, self.start_pitch_rad])
         self._angle_low, self._angle_high = ranges.to(device).unbind(1)
@@ -200,7 +203,8 @@ class PlanarRobot(PlanarTask):
         _, height, pitch, joints = self._physics.qpos.float().split(
             [1, 1, 1, self._model.nq - 3], 1
         )
-        qvel, touch = self._physics.qvel.float(), self._sensor("touch").float()
+        qvel = self._physics.qvel.float()
+        touch = self._physics.sensordata[:, self._touches].float()
         parts = [height, pitch.cos(), pitch.sin(), joints, qvel, touch.log1p()]
         return Observation(torch.cat(parts, 1))
 
@@ -211,11 +215,8 @@ class PlanarRobot(PlanarTask):
         return int((self._model.sensor_type == mujoco.mjtSensor.mjSENS_TOUCH).sum())
 
     def _sensor(self, name: str) -> Tensor:
-        """(num_envs, dim) of a sensor, or of all touch sensors."""
-        if name == "touch":
-            return self._physics.sensordata[:, self._model.nsensordata - self._num_touches() :]
-        sensor = self._model.sensor(name)
-        return self._physics.sensordata[:, sensor.adr[0] : sensor.adr[0] + sensor.dim[0]]
+        """(num_envs, dim) of a sensor."""
+        return self._physics.sensordata[:, self._columns[name]]
 
     def _speed(self) -> Tensor:
         """(num_envs,) forward velocity of the centre of mass, m/s."""
