@@ -64,6 +64,12 @@ class _View:
     """(num_envs, num_joints) from the default pose, rad"""
     joint_velocity: Tensor
     """(num_envs, num_joints) rad/s"""
+    foot_height: Tensor
+    """(num_envs, feet) m, likewise the two that follow"""
+    foot_speed_squared: Tensor
+    """horizontal, m^2/s^2"""
+    foot_contact: Tensor
+    """0 or 1"""
 
 
 class VelocityTracking(Task):
@@ -257,8 +263,8 @@ class VelocityTracking(Task):
             1,
         )
         height = (view.height - self._robot.base_height)[:, None]
-        heights, _, contact = self._feet()
-        critic = torch.cat([seen, memory["action"], height, heights, contact], 1)
+        feet = [view.foot_height, view.foot_contact]
+        critic = torch.cat([seen, memory["action"], height, *feet], 1)
         if self._noise:
             seen = seen + memory["noise"]
         return Observation(torch.cat([seen, memory["action"]], 1), critic)
@@ -306,6 +312,10 @@ class VelocityTracking(Task):
             velocity = qvel[:, :3]
             across = torch.linalg.cross(axis, velocity)
             velocity = velocity + 2 * (torch.linalg.cross(axis, across) - w[:, None] * across)
+            feet = len(self._robot.foot_names)
+            position, moving, force = self._physics.sensordata.float().split(
+                [3 * feet, 3 * feet, feet], 1
+            )
             gravity = [2 * (w * y - x * z), -2 * (w * x + y * z), 2 * (x * x + y * y) - 1]
             self._view = _View(
                 height=qpos[:, 2],
@@ -314,22 +324,18 @@ class VelocityTracking(Task):
                 turning=qvel[:, 3:6],
                 offset=qpos[:, 7:] - self._default_pose,
                 joint_velocity=qvel[:, 6:],
+                foot_height=position[:, 2::3],
+                foot_speed_squared=moving.reshape(-1, feet, 3)[:, :, :2].square().sum(2),
+                foot_contact=(force > 0).float(),
             )
         return self._view
 
-    def _feet(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Heights m, horizontal speeds squared, and contacts (0 or 1), each (num_envs, feet)."""
-        feet = len(self._robot.foot_names)
-        data = self._physics.sensordata.float()
-        position, velocity, force = data.split([3 * feet, 3 * feet, feet], 1)
-        speed = velocity.reshape(-1, feet, 3)[:, :, :2].square().sum(2)
-        return position[:, 2::3], speed, (force > 0).float()
-
     def _footwork(self) -> Tensor:
         """(num_envs,) penalty on feet that slip, and on moving feet that are not lifted."""
-        heights, speed, contact = self._feet()
-        low = (FOOT_CLEARANCE - heights).clamp(min=0)
-        return (0.1 * contact * speed + 20 * low.square() * speed.sqrt()).sum(1)
+        view = self._look()
+        speed = view.foot_speed_squared
+        low = (FOOT_CLEARANCE - view.foot_height).clamp(min=0)
+        return (0.1 * view.foot_contact * speed + 20 * low.square() * speed.sqrt()).sum(1)
 
     def _rand(self, *size: int) -> Tensor:
         return torch.rand(size, generator=self._generator, device=self._device)
