@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from fastsac.core.mirror import Mirror
 from fastsac.core.shard_state import LocalState, MergeRule
 
 EnvFactory = Callable[..., "EnvShard"]
@@ -42,6 +43,8 @@ class EnvSpec:
     """Env steps after which an episode is truncated."""
     shard_states: Mapping[str, MergeRule] = field(default_factory=dict)
     """Merge rule of every named state that `report_shard_state` gives."""
+    mirror: Mirror | None = None
+    """Left-right symmetry, if the environment has one; used with `algorithm.symmetry`."""
 
     @property
     def action_dim(self) -> int:
@@ -204,3 +207,24 @@ def check_spec(spec: EnvSpec, *, num_envs: int) -> None:
     empty = (spec.action_low >= spec.action_high).nonzero().flatten().tolist()
     if empty:
         raise ValueError(f"action_low is not below action_high for joints {empty}: give low < high")
+    if spec.mirror is not None:
+        _check_mirror(spec, spec.mirror)
+
+
+def _check_mirror(spec: EnvSpec, mirror: Mirror) -> None:
+    dims = {
+        "actor_obs": (mirror.actor_obs, spec.actor_obs_dim),
+        "critic_obs": (mirror.critic_obs, spec.critic_obs_dim),
+        "action": (mirror.action, spec.action_dim),
+    }
+    for name, (reflection, dim) in dims.items():
+        size = None if reflection is None else len(reflection.index)
+        if size != dim:
+            raise ValueError(f"spec.mirror.{name} is for {size} numbers, the spec has {dim}")
+    low, high = spec.action_low, spec.action_high
+    ends = mirror.action(torch.stack([low, high]))
+    if not torch.allclose(ends.amin(0), low) or not torch.allclose(ends.amax(0), high):
+        raise ValueError(
+            "spec.mirror.action leads out of the action bounds: give a joint and its partner the "
+            "same ones"
+        )

@@ -398,6 +398,7 @@ def _make_fleet(
         config,
         policy,
         critic_obs_dim=spec.critic_obs_dim,
+        mirror=spec.mirror if config.algorithm.symmetry else None,
         seeds=seeds.ranks,
         init_seed=seeds.init,
         device=device,
@@ -428,6 +429,11 @@ def _env_spec(config: Config, env: EnvFactory | str | None) -> EnvSpec:
         )
         specs.append(probe.spec)
         probe.close()
+    if config.algorithm.symmetry and specs[0].mirror is None:
+        raise ConfigError(
+            f"algorithm.symmetry is true, but {task_name(task)} has no left-right symmetry: "
+            "set it to false, or give the environment a spec.mirror"
+        )
     return specs[0]
 
 

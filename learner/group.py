@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastsac.core.config import Config
 from fastsac.core.executor import Executor, WorkerDied
+from fastsac.core.mirror import Mirror
 from fastsac.core.normalizer import ObsNormalizers
 from fastsac.core.policy import PolicySpec, PublishedPolicy
 from fastsac.core.replay import Window
@@ -27,6 +28,7 @@ class LearnerGroup:
         policy: PolicySpec,
         *,
         critic_obs_dim: int | None,
+        mirror: Mirror | None,
         seeds: Sequence[np.random.SeedSequence],
         init_seed: np.random.SeedSequence,
         device: str,
@@ -45,6 +47,7 @@ class LearnerGroup:
                 world_size=fleet.num_ranks,
                 policy=policy,
                 critic_obs_dim=critic_obs_dim,
+                mirror=mirror,
                 algorithm=config.algorithm,
                 batch_size=config.batch_size_per_rank,
                 n_step=config.replay.n_step,

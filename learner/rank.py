@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from fastsac.core.config import AlgorithmConfig
 from fastsac.core.metrics import Mean, MetricValue, final_value, metric
+from fastsac.core.mirror import Mirror, mirror_rows
 from fastsac.core.normalizer import ObsNormalizers
 from fastsac.core.policy import PolicySpec, PublishedPolicy
 from fastsac.core.replay import ReplaySampler, ReplayStorage, Window
@@ -47,6 +48,7 @@ class LearnerRank:
         world_size: int,
         policy: PolicySpec,
         critic_obs_dim: int | None,
+        mirror: Mirror | None,
         algorithm: AlgorithmConfig,
         batch_size: int,
         n_step: int,
@@ -61,6 +63,7 @@ class LearnerRank:
         self._batch_size = batch_size
         self._n_step = n_step
         self._action_dim = policy.action_low.numel()
+        self._mirror = None if mirror is None else mirror.to(self._device)
         self._generator = torch.Generator(self._device).manual_seed(seed)
         self._learner = Learner(
             policy=policy,
@@ -117,8 +120,8 @@ class LearnerRank:
         if num_updates:
             indices = self._sampler.draw(windows, num_updates, self._batch_size, self._generator)
             for row in indices:
-                batch = normalize(self._sampler.gather(row), normalizers)
-                tally.add(self._update(batch))
+                batch = self._reflect(self._sampler.gather(row))
+                tally.add(self._update(normalize(batch, normalizers)))
         parameters = self.actor_parameters() if self._rank == 0 else None
         metrics = tally.take()
         finite = all(math.isfinite(final_value(value)) for value in metrics.values())
@@ -152,6 +155,13 @@ class LearnerRank:
             storage.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _reflect(self, batch: Batch) -> Batch:
+        """Mirror a random half of the rows, if the learner uses the environment's symmetry."""
+        if self._mirror is None:
+            return batch
+        coin = torch.rand(self._batch_size, generator=self._generator, device=self._device)
+        return mirror_rows(batch, coin < 0.5, self._mirror)
 
     def _update(self, batch: Batch) -> dict[str, Tensor]:
         self._updates += 1

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastsac.core.config import AlgorithmConfig
+from fastsac.core.mirror import Mirror
 from fastsac.core.policy import PolicySpec
 from fastsac.core.transition import Batch
 from learner.rank import LearnerRank
@@ -46,13 +47,20 @@ def tiny_algorithm(**fields: Any) -> AlgorithmConfig:
 
 
 def make_rank(
-    rank: int = 0, world_size: int = 1, *, seed: int = 5, init_seed: int = 0, **algorithm: Any
+    rank: int = 0,
+    world_size: int = 1,
+    *,
+    seed: int = 5,
+    init_seed: int = 0,
+    mirror: Mirror | None = None,
+    **algorithm: Any,
 ) -> LearnerRank:
     return LearnerRank(
         rank=rank,
         world_size=world_size,
         policy=tiny_policy(),
         critic_obs_dim=CRITIC_OBS_DIM,
+        mirror=mirror,
         algorithm=tiny_algorithm(**algorithm),
         batch_size=BATCH_SIZE // world_size,
         n_step=1,

@@ -156,6 +156,13 @@ def test_inline_refuses_more_than_one_rank(tmp_path):
         train(config, runtime="inline")
 
 
+def test_symmetry_is_refused_where_the_environment_has_none(tmp_path):
+    config = small_config(tmp_path, algorithm={"symmetry": True})
+    with pytest.raises(ConfigError, match=r"algorithm\.symmetry .* no left-right symmetry: set it"):
+        train(config, runtime="inline")
+    assert not any(tmp_path.iterdir())
+
+
 def test_wrong_env_args_are_refused_before_anything_starts(tmp_path):
     config = small_config(tmp_path, env={"args": {"gravity": 3}})
     with pytest.raises(ConfigError, match=r"env.args .*gravity.* do not fit"):

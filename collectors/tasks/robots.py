@@ -124,6 +124,11 @@ def load_robot(name: str) -> Robot:
     return _build(name, _menagerie(Path(root), name))
 
 
+def foot_site(foot: str) -> str:
+    """Name of the site around a foot."""
+    return f"{foot}_foot_site"
+
+
 def action_bound(
     lower: np.ndarray, upper: np.ndarray, default: np.ndarray, scale: np.ndarray
 ) -> np.ndarray:
@@ -495,7 +500,7 @@ def _height_over_feet(model: mujoco.MjModel, pose: np.ndarray, feet: Sequence[st
 def _add_foot_sensors(spec: mujoco.MjSpec, feet: Mapping[str, Sequence[str]]) -> None:
     """One box site around the geoms of each foot; position, velocity and force of each."""
     model = spec.compile()
-    names = [f"{foot}_foot_site" for foot in feet]
+    names = [foot_site(foot) for foot in feet]
     for site, geoms in zip(names, feet.values(), strict=True):
         corners = np.concatenate([_corners(model, geom) for geom in geoms])
         low, high = corners.min(axis=0) - SITE_MARGIN, corners.max(axis=0) + SITE_MARGIN

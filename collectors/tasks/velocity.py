@@ -14,6 +14,8 @@ from collectors.env import EnvSpec, Observation
 from collectors.physics.engine import Engine, Physics
 from collectors.tasks.mujoco_env import MujocoEnv, Outcome, Simulation, Task
 from collectors.tasks.robots import Robot, load_robot
+from collectors.tasks.symmetry import mirror_robot
+from fastsac.core.mirror import Mirror, Reflection
 from fastsac.core.shard_state import LocalState, MergeRule
 
 COMMAND_LOW = (-0.6, -0.4, -0.8)
@@ -77,7 +79,8 @@ class VelocityTracking(Task):
 
     Actor observation: base velocity, turning rate and gravity in the base's frame, the command,
     joint offsets and velocities, the last action; noisy if `observation_noise` is given. The
-    critic sees it without noise, and base height, feet's heights and contacts besides.
+    critic sees it without noise, and base height, feet's heights, contacts and how long they have
+    been up or down besides.
     Action: joint position targets around the default pose, bounded by the joints' limits.
 
     An episode terminates when the robot tilts over 60 degrees or its base sinks too low.
@@ -139,7 +142,7 @@ class VelocityTracking(Task):
         self.spec = EnvSpec(
             num_envs=num_envs,
             actor_obs_dim=actor_obs_dim,
-            critic_obs_dim=actor_obs_dim + 1 + 2 * feet,
+            critic_obs_dim=actor_obs_dim + 1 + 3 * feet,
             action_low=robot.action_low,
             action_high=robot.action_high,
             control_period_s=decimation * robot.timestep,
@@ -147,6 +150,7 @@ class VelocityTracking(Task):
                 episode_length if evaluation else min(episode_length, training_episode_length)
             ),
             shard_states=_shard_states() if curriculum else {},
+            mirror=_mirror(robot),
         )
         self._penalty_scale = PENALTY_START if self._curriculum else 1.0
         self._command_scale = COMMAND_START if self._curriculum else 1.0
@@ -157,6 +161,7 @@ class VelocityTracking(Task):
         self._generator = generator
         device = self._device = physics.qpos.device
         robot, n, joints = self._robot, self.spec.num_envs, len(self._robot.joint_names)
+        feet = len(robot.foot_names)
         self._default_pose = robot.default_pose.to(device)
         self._default_ctrl = self._default_pose.to(physics.ctrl.dtype)
         self._action_scale = robot.action_scale.to(physics.ctrl)
@@ -176,6 +181,8 @@ class VelocityTracking(Task):
             "change": torch.zeros((n, joints), device=device),
             "steps": torch.zeros(n, dtype=torch.int64, device=device),
             "noise": torch.zeros((n, 12 + 2 * joints), device=device),
+            "contact": torch.zeros((n, feet), device=device),
+            "phase_s": torch.zeros((n, feet), device=device),
             # since the last report: finished episodes, their env steps; summed tracking, env steps
             "lasted": torch.zeros(2, dtype=torch.float64, device=device),
             "tracked": torch.zeros(2, dtype=torch.float64, device=device),
@@ -199,7 +206,7 @@ class VelocityTracking(Task):
         )
         self._physics.set_state(mask, qpos, torch.cat([0.2 * twist, 0.5 * speed], 1))
         self._command.copy_(torch.where(mask[:, None], self._draw_commands(n), self._command))
-        for name in ("action", "change", "steps"):
+        for name in ("action", "change", "steps", "contact", "phase_s"):
             tensor = self.memory[name]
             tensor.masked_fill_(mask.reshape(-1, *[1] * (tensor.dim() - 1)), 0)
         if self._randomization:
@@ -219,6 +226,7 @@ class VelocityTracking(Task):
         """Reward terms: exponential tracking and penalties as is common in legged locomotion
         (Rudin et al. 2022; scales are our own), over the control period just simulated."""
         memory, view, robot = self.memory, self._look(), self._robot
+        self._count_phases()
         planar = (view.velocity[:, :2] - self._command[:, :2]).square().sum(1)
         turning = (view.turning[:, 2] - self._command[:, 2]).square()
         tracked = (-4 * planar).exp()
@@ -263,7 +271,7 @@ class VelocityTracking(Task):
             1,
         )
         height = (view.height - self._robot.base_height)[:, None]
-        feet = [view.foot_height, view.foot_contact]
+        feet = [view.foot_height, view.foot_contact, memory["phase_s"]]
         critic = torch.cat([seen, memory["action"], height, *feet], 1)
         if self._noise:
             seen = seen + memory["noise"]
@@ -330,12 +338,22 @@ class VelocityTracking(Task):
             )
         return self._view
 
+    def _count_phases(self) -> None:
+        """How long each foot has been up, or down, s."""
+        memory, contact = self.memory, self._look().foot_contact
+        same = contact == memory["contact"]
+        memory["phase_s"].add_(self.spec.control_period_s).mul_(same)
+        memory["contact"].copy_(contact)
+
     def _footwork(self) -> Tensor:
-        """(num_envs,) penalty on feet that slip, and on moving feet that are not lifted."""
+        """(num_envs,) penalty on feet that slip, on moving feet that are not lifted, and, where
+        the robot shall move, on feet that stay up or down for long."""
         view = self._look()
         speed = view.foot_speed_squared
         low = (FOOT_CLEARANCE - view.foot_height).clamp(min=0)
-        return (0.1 * view.foot_contact * speed + 20 * low.square() * speed.sqrt()).sum(1)
+        late = (self.memory["phase_s"] - FOOT_PHASE_S).clamp(0, FOOT_PHASE_S)
+        late = late * (self._command != 0).any(1, keepdim=True)
+        return (0.1 * view.foot_contact * speed + 20 * low.square() * speed.sqrt() + late).sum(1)
 
     def _rand(self, *size: int) -> Tensor:
         return torch.rand(size, generator=self._generator, device=self._device)
@@ -387,6 +405,8 @@ class VelocityTracking(Task):
 
 FOOT_CLEARANCE = 0.06
 """Height of a foot's site below which a moving foot drags, m."""
+FOOT_PHASE_S = 0.4
+"""Time up or down after which a foot is late, s."""
 _RANDOMIZED = (
     *("body_mass", "body_inertia", "body_subtreemass"),
     *("geom_friction", "actuator_gainprm", "actuator_biasprm"),
@@ -403,6 +423,22 @@ def _shard_states() -> dict[str, MergeRule]:
         PENALTY_SCALE: MergeRule(kind="resolve_one", size=1, initial=PENALTY_START),
         COMMAND_SCALE: MergeRule(kind="resolve_one", size=1, initial=COMMAND_START),
     }
+
+
+def _mirror(robot: Robot) -> Mirror | None:
+    """The task's symmetry, in the order of `VelocityTracking.observe`."""
+    sides = mirror_robot(robot)
+    if sides is None:
+        return None
+    joints, feet = sides
+    vector, axis = Reflection.of_signs(1, -1, 1), Reflection.of_signs(-1, 1, -1)
+    command, height = Reflection.of_signs(1, -1, -1), Reflection.of_signs(1)
+    actor = [vector, axis, vector, command, joints, joints, joints]
+    return Mirror(
+        actor_obs=Reflection.join(actor),
+        critic_obs=Reflection.join([*actor, height, feet, feet, feet]),
+        action=joints,
+    )
 
 
 def _steer(scale: float, mean: float, low: float, high: float, start: float, steps: int) -> float:

@@ -151,6 +151,8 @@ class AlgorithmConfig(_Section):
     """Highest log standard deviation of the policy."""
     normalize_observations: bool = True
     """Standardise observations with the fleet-wide running mean and variance."""
+    symmetry: bool = False
+    """Mirror a random half of every batch, where the environment has a left-right symmetry."""
 
     @model_validator(mode="after")
     def _check(self) -> AlgorithmConfig:

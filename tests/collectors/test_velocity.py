@@ -1,6 +1,7 @@
 # pyright: reportAttributeAccessIssue=false
 # MuJoCo's bindings are a C extension without stubs.
 import copy
+import dataclasses
 import importlib.util
 import math
 
@@ -14,6 +15,7 @@ from collectors.physics.mujoco_physics import MujocoPhysics
 from collectors.tasks import velocity
 from collectors.tasks.mujoco_env import MujocoEnv
 from collectors.tasks.robots import Robot, load_robot
+from collectors.tasks.symmetry import mirror_robot
 from collectors.tasks.velocity import (
     COMMAND_HIGH,
     COMMAND_LOW,
@@ -28,6 +30,7 @@ from collectors.tasks.velocity import (
     quadruped_velocity,
 )
 from collectors.testing import check_env_shard
+from fastsac.core.mirror import Reflection
 from fastsac.core.shard_state import LocalState, ShardReport, ShardStateBus
 
 CPU = torch.device("cpu")
@@ -519,3 +522,88 @@ def test_a_restored_shard_reports_the_scales_of_the_saved_one():
     assert {n: (s.value.tolist(), s.weight) for n, s in saved.items()} == {
         n: (s.value.tolist(), s.weight) for n, s in restored.items()
     }
+
+
+# Symmetry
+
+
+def seen_in_a_mirror(env: MujocoEnv) -> None:
+    """Turn the second world into the mirror image of the first, command and all."""
+    task, physics = inside(env)
+    mirror = env.spec.mirror
+    assert mirror is not None
+    sides = Reflection.join([Reflection.of_signs(1, -1, 1, 1, -1, 1, -1), mirror.action])
+    speeds = Reflection.join([Reflection.of_signs(1, -1, 1, -1, 1, -1), mirror.action])
+    qpos, qvel = physics.qpos.float(), physics.qvel.float()
+    qpos[1], qvel[1] = sides(qpos[0]), speeds(qvel[0])
+    physics.set_state(all_of(env), qpos, qvel)
+    task._command[1] = Reflection.of_signs(1, -1, -1)(task._command[0])
+    task._view = None
+
+
+@pytest.mark.parametrize(("robot", "near"), [("quadruped", 1e-3), ("go1", 0.06), ("g1", 0.06)])
+def test_the_mirror_image_of_a_motion_is_a_motion_with_the_same_rewards(robot: str, near: float):
+    if robot != "quadruped" and importlib.util.find_spec("mjlab") is None:
+        pytest.skip("needs the robots extra")
+    env = resolve_task(f"{robot}-velocity")(
+        num_envs=2, device=CPU, evaluation=False, physics="mujoco"
+    )
+    env.reset(3)
+    seen_in_a_mirror(env)
+    mirror = env.spec.mirror
+    generator = torch.Generator().manual_seed(5)
+    for count in range(12):
+        action = 0.3 * torch.randn((2, env.spec.action_dim), generator=generator)
+        action[1] = mirror.action(action[0])
+        step = env.step(action)
+        torch.testing.assert_close(step.reward[1], step.reward[0], atol=1e-2, rtol=0)
+        if count < 4:  # until the robots' own small differences change the moment of a contact
+            actor, critic = step.final_actor_obs, step.final_critic_obs
+            torch.testing.assert_close(mirror.actor_obs(actor[0]), actor[1], atol=near, rtol=0)
+            torch.testing.assert_close(mirror.critic_obs(critic[0]), critic[1], atol=near, rtol=0)
+    env.close()
+
+
+def test_a_robot_whose_sides_differ_has_no_mirror():
+    robot = load_robot("quadruped")
+    lame = robot.default_pose.clone()
+    lame[1] += 0.1
+    assert mirror_robot(dataclasses.replace(robot, default_pose=lame)) is None
+    model = copy.copy(robot.model)
+    model.body("RL_thigh").pos[0] += 0.01
+    assert mirror_robot(dataclasses.replace(robot, model=model)) is None
+    assert mirror_robot(robot) is not None
+
+
+def test_a_foot_that_stays_up_or_down_is_late_where_the_robot_shall_move():
+    env = make(2)
+    env.reset(1)
+    task, _ = inside(env)
+    task._command[0] = torch.tensor([0.5, 0.0, 0.0])
+    task._command[1] = 0.0
+    task._view = None
+    stand(env, 1)
+    task.memory["phase_s"].fill_(0.0)
+    before = task._footwork()
+    task.memory["phase_s"].copy_(torch.tensor([[0.3, 0.5, 0.7, 9.0]] * 2))
+    late = task._footwork() - before
+    assert late.tolist() == pytest.approx([0.0 + 0.1 + 0.3 + 0.4, 0.0], abs=1e-6)
+
+
+def test_phases_are_timed_per_foot_from_its_last_change_of_contact():
+    env = make(1)
+    env.reset(1)
+    task, _ = inside(env)
+    expected, contact = torch.zeros(4), torch.zeros(4)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(40):
+        step = env.step(0.8 * torch.randn((1, 12), generator=generator))
+        if step.terminated or step.truncated:
+            expected, contact = torch.zeros(4), torch.zeros(4)
+            continue
+        now = task._look().foot_contact[0]
+        for foot in range(4):
+            expected[foot] = expected[foot] + 0.02 if now[foot] == contact[foot] else 0.0
+        contact = now.clone()
+        torch.testing.assert_close(task.memory["phase_s"][0], expected)
+    assert expected.unique().numel() > 1

@@ -9,6 +9,7 @@ import pytest
 import torch
 from rank_workers import (
     ACTION_DIM,
+    BATCH_SIZE,
     CRITIC_OBS_DIM,
     OBS_DIM,
     Generation,
@@ -22,6 +23,7 @@ from rank_workers import (
 from torch import Tensor
 
 from fastsac.core.metrics import Mean, final_value, metric
+from fastsac.core.mirror import Mirror, Reflection
 from fastsac.core.normalizer import Normalizer, ObsNormalizers
 from fastsac.core.policy import PublishedPolicy
 from fastsac.core.replay import ReplayLayout, ReplayStorage, ReplayWriter, Window
@@ -235,3 +237,21 @@ def test_a_saved_rank_repeats_bit_for_bit(storage, tmp_path: Path):
     one, other = ({k: v for k, v in r.metrics.items() if k != "time/learn"} for r in reports)
     assert one == other
     assert torch.equal(rank.state_dict()["generator"], resumed.state_dict()["generator"])
+
+
+def test_a_rank_with_a_mirror_turns_half_of_the_rows():
+    mirror = Mirror(
+        actor_obs=Reflection.of_signs(*[-1] * OBS_DIM),
+        critic_obs=Reflection.of_signs(*[-1] * CRITIC_OBS_DIM),
+        action=Reflection.of_signs(*[-1] * ACTION_DIM),
+    )
+    batch = make_batch(1)[0]
+    seen = make_rank(mirror=mirror)._reflect(batch)
+    turned = (seen.obs == -batch.obs).all(1)
+    assert torch.equal((seen.obs == batch.obs).all(1), ~turned)
+    assert torch.equal((seen.action == -batch.action).all(1), turned)
+    assert torch.equal((seen.next_critic_obs == -batch.next_critic_obs).all(1), turned)
+    assert abs(int(turned.sum()) - BATCH_SIZE / 2) <= 4 * math.sqrt(BATCH_SIZE) / 2
+    again = make_rank(mirror=mirror)._reflect(batch)
+    assert torch.equal(again.obs, seen.obs)
+    assert make_rank()._reflect(batch) is batch
