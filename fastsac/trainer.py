@@ -31,7 +31,7 @@ from fastsac.core.config import Config, ConfigError, parse_config
 from fastsac.core.executor import Executor, WorkerDied
 from fastsac.core.metrics import Mean, MetricValue, reduce_over_fleet
 from fastsac.core.normalizer import FleetNormalizer
-from fastsac.core.progress import Progress, updates_owed
+from fastsac.core.progress import Progress, cosine_decay, updates_owed
 from fastsac.core.shard_state import ShardStateBus
 from fastsac.evaluation import policy_spec
 from fastsac.run import Due, Run, RunResult, new_run_dir, open_run, remove_unused
@@ -221,7 +221,10 @@ def _train(config: Config, fleet: Fleet, executor: Executor, run: Run, stop: Sto
             updates_per_tick=config.algorithm.updates_per_tick,
         )
         staleness = progress.updates - collectors.acted_version
-        learning = learners.update(owed, collectors.windows(), policy)
+        lr_scale = cosine_decay(
+            progress.env_steps / config.total_env_steps, config.algorithm.final_lr_ratio
+        )
+        learning = learners.update(owed, collectors.windows(), policy, lr_scale)
         learned = learners.wait(learning)
         reports = collectors.wait(collecting)
         clock.mark("time/wait")
@@ -243,6 +246,7 @@ def _train(config: Config, fleet: Fleet, executor: Executor, run: Run, stop: Sto
         run.count(reduce_over_fleet([report.metrics for report in learned]))
         run.count(reduce_over_fleet([report.metrics for report in reports]))
         run.count(clock.metrics(learned, reports, config.fleet.schedule))
+        run.count({"learner/lr_scale": lr_scale})
         run.count(_fleet_metrics(fleet, fleet_state, staleness))
         run.dump(reports)
         if not all(report.finite for report in learned):

@@ -76,11 +76,15 @@ class LearnerGroup:
         self._take_parameters()
 
     def update(
-        self, num_updates: int, windows_by_rank: Sequence[Sequence[Window]], policy: Any
+        self,
+        num_updates: int,
+        windows_by_rank: Sequence[Sequence[Window]],
+        policy: Any,
+        lr_scale: float,
     ) -> list[Any]:
         """Start a tick's updates on every rank; `wait` gives the reports."""
         return [
-            self._executor.call(handle, "update", num_updates, windows, policy)
+            self._executor.call(handle, "update", num_updates, windows, policy, lr_scale)
             for handle, windows in zip(self._handles, windows_by_rank, strict=True)
         ]
 

@@ -111,10 +111,16 @@ class LearnerRank:
         self._sampler = ReplaySampler(storages, self._n_step, self._algorithm.gamma)
 
     def update(
-        self, num_updates: int, windows: Sequence[Window], policy: PublishedPolicy
+        self,
+        num_updates: int,
+        windows: Sequence[Window],
+        policy: PublishedPolicy,
+        lr_scale: float = 1.0,
     ) -> LearnReport:
-        """Do `num_updates` updates on batches from `windows`, normalised as `policy` is."""
+        """Do `num_updates` updates on batches from `windows`, normalised as `policy` is, with the
+        configured learning rates times `lr_scale`."""
         started = time.perf_counter()
+        self._learner.scale_learning_rates(lr_scale)
         normalizers = policy.normalizers.to(self._device)
         tally = _Tally()
         if num_updates:

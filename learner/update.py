@@ -57,10 +57,11 @@ class Learner:
         self.flat_target = FlatParameters(self.target)
         self.flat_alpha = FlatParameters(temperature)
         self.optimizers = {
-            "actor": self._adamw(self.flat_actor, a.actor_lr, a.weight_decay),
-            "critic": self._adamw(self.flat_critic, a.critic_lr, a.weight_decay),
-            "alpha": self._adamw(self.flat_alpha, a.alpha_lr, 0.0),
+            "actor": self._adamw(self.flat_actor, a.weight_decay),
+            "critic": self._adamw(self.flat_critic, a.weight_decay),
+            "alpha": self._adamw(self.flat_alpha, 0.0),
         }
+        self.scale_learning_rates(1.0)
         self._target_entropy = -action_dim * a.target_entropy_ratio
         self._support = support(a.v_min, a.v_max, a.num_atoms).to(device)
 
@@ -110,6 +111,13 @@ class Learner:
             metrics |= self._update_actor(batch, noise.actor, average)
         self.flat_target.move_towards(self.flat_critic, a.tau)
         return metrics
+
+    def scale_learning_rates(self, scale: float) -> None:
+        """Set all learning rates to `scale` times the configured ones."""
+        a = self._algorithm
+        rates = {"actor": a.actor_lr, "critic": a.critic_lr, "alpha": a.alpha_lr}
+        for name, optimizer in self.optimizers.items():
+            optimizer.param_groups[0]["lr"] = scale * rates[name]
 
     @property
     def alpha(self) -> Tensor:
@@ -172,11 +180,10 @@ class Learner:
         self.optimizers[name].step()
         return norm
 
-    def _adamw(self, flat: FlatParameters, lr: float, weight_decay: float) -> torch.optim.AdamW:
+    def _adamw(self, flat: FlatParameters, weight_decay: float) -> torch.optim.AdamW:
         """Fused AdamW whose moments exist from the start, so that they can be broadcast."""
         optimizer = torch.optim.AdamW(
             [flat.values],
-            lr=lr,
             betas=self._algorithm.betas,
             weight_decay=weight_decay,
             fused=True,

@@ -29,6 +29,7 @@ MAX_SHOWN = 60
 """Characters of a given value that a message repeats."""
 
 Schedule = Literal["overlap", "alternate"]
+RuleKind = Literal["linear_ema", "weighted_mean", "resolve_one", "sum", "max", "none"]
 
 
 class ConfigError(ValueError):
@@ -135,6 +136,8 @@ class AlgorithmConfig(_Section):
     """AdamW learning rate of the critics."""
     alpha_lr: float = Field(default=3e-4, gt=0, le=1)
     """AdamW learning rate of log alpha."""
+    final_lr_ratio: float = Field(default=1.0, ge=0, le=1)
+    """Share of every learning rate that is left at the end of the run; it falls along a cosine."""
     betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
     """AdamW moment decays."""
     weight_decay: float = Field(default=1e-3, ge=0, le=1)
@@ -236,6 +239,8 @@ class Config(_Section):
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     log: LogConfig = Field(default_factory=LogConfig)
+    shard_state: dict[str, RuleKind] = Field(default_factory=dict)
+    """Merge rules that take the place of the environment's, by state (docs/curriculum-sync.md)."""
 
     @model_validator(mode="after")
     def _check(self) -> Config:

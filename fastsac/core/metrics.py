@@ -54,6 +54,7 @@ METRICS: dict[str, Metric] = {
     "learner/critic_loss": Metric("mean", "nats", "cross entropy, summed over critics"),
     "learner/actor_loss": Metric("mean", "reward", "alpha log pi - Q"),
     "learner/alpha_loss": Metric("mean", "nats", "temperature loss"),
+    "learner/lr_scale": Metric("driver", "1", "learning rates over the configured ones"),
     "learner/alpha": Metric("same", "reward/nat", "temperature"),
     "learner/entropy": Metric("mean", "nats", "-log pi of sampled actions"),
     "learner/action_std": Metric("mean", "1", "standard deviation before tanh"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -62,3 +63,13 @@ def updates_owed(
     """
     ready = rows_written >= learning_starts and readable_transitions >= batch_size_per_rank
     return updates_per_tick if ready else 0
+
+
+def cosine_decay(done: float, final_ratio: float) -> float:
+    """Factor of the learning rates: from 1 to `final_ratio` along half a cosine (Loshchilov and
+    Hutter 2017, arXiv 1608.03983, without restarts).
+
+    Args:
+        done: share of the run's env steps, in [0, 1].
+    """
+    return final_ratio + (1 - final_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))

@@ -183,6 +183,21 @@ def test_the_actor_moves_in_every_fourth_update_across_calls(storage):
     assert moved == [False, False, False, True, False, False, False, True, False]
 
 
+def test_learning_rates_are_scaled_as_told(storage):
+    whole, halved = (
+        attached(storage),
+        attached(storage, critic_lr=1.5e-4, actor_lr=1.5e-4, alpha_lr=1.5e-4),
+    )
+    whole.update(4, [Window(0, 20)], published(), 0.5)
+    halved.update(4, [Window(0, 20)], published())
+    for name in ("flat_actor", "flat_critic", "flat_target"):
+        ours, theirs = (getattr(rank._learner, name).values for rank in (whole, halved))
+        assert torch.equal(ours, theirs)
+    before = whole._learner.flat_critic.values.detach().clone()
+    whole.update(4, [Window(0, 20)], published(), 0.0)
+    assert torch.equal(whole._learner.flat_critic.values, before)
+
+
 def test_only_rank_zero_reports_parameters_and_a_tick_without_updates_is_fine(storage):
     report = attached(storage).update(0, [Window(0, 20)], published())
     assert report.updates == 0
