@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from collectors.env import EnvFactory, EnvShard, Observation, Step
 from collectors.guard import BrokenContract, check_observation, check_step, env_errors, make_env
+from fastsac.core.config import RuleKind
 from fastsac.core.metrics import Mean, MetricValue
 from fastsac.core.normalizer import Moments, ObsMoments, merge_moments
+from fastsac.core.own_state import OwnStates
 from fastsac.core.policy import Policy, PolicySpec, PublishedPolicy
 from fastsac.core.replay import ReplayLayout, ReplayStorage, ReplayWriter
 from fastsac.core.shard_state import ShardReport
@@ -120,6 +123,7 @@ class Collector:
         replay_name: str,
         seeds: CollectorSeeds,
         device: str,
+        rule_overrides: Mapping[str, RuleKind] = MappingProxyType({}),
     ) -> None:
         self._shard = shard
         self._device = torch.device(device)
@@ -130,6 +134,7 @@ class Collector:
         self._num_evaluation_envs = num_evaluation_envs
         self._policy = Policy(policy, self._device)
         spec = self._env.spec
+        self._own_states = OwnStates(spec.shard_states, rule_overrides)
         self._layout = ReplayLayout(
             capacity=replay_capacity,
             num_envs=num_envs,
@@ -161,7 +166,7 @@ class Collector:
         self._writer = ReplayWriter(self._storage)
         seed = np.random.SeedSequence([self._env_seed, first_step]).generate_state(1)[0]
         with env_errors(self._shard, "apply_shard_state"):
-            self._env.apply_shard_state(fleet_state)
+            self._env.apply_shard_state(self._own_states.view(fleet_state))
         with env_errors(self._shard, "reset"):
             self._observation = self._env.reset(int(seed))
             check_observation(self._observation, self._env.spec, self._device, "reset")
@@ -192,7 +197,7 @@ class Collector:
         started = time.perf_counter()
         self._policy.load(policy)
         with env_errors(self._shard, "apply_shard_state"):
-            self._env.apply_shard_state(fleet_state)
+            self._env.apply_shard_state(self._own_states.view(fleet_state))
         moments = self._zero_moments()
         lost_finals = torch.zeros((), dtype=torch.int64, device=self._device)
         dropped = torch.zeros((), dtype=torch.int64, device=self._device)
@@ -253,10 +258,14 @@ class Collector:
 
     def state_dict(self) -> dict[str, Any]:
         """What decides this shard's future actions; replay and environment start afresh."""
-        return {"generator": self._generator.get_state()}
+        return {
+            "generator": self._generator.get_state(),
+            "own_states": self._own_states.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._generator.set_state(state["generator"])
+        self._own_states.load_state_dict(state["own_states"])
 
     def close(self) -> None:
         """Free the replay shard's memory and the environments."""
@@ -296,9 +305,14 @@ class Collector:
         first = self._reported_step + 1
         self._reported_step += num_vector_steps
         with env_errors(self._shard, "report_shard_state"):
-            states = dict(self._env.report_shard_state())
+            seen = self._env.report_shard_state()
+            states = self._own_states.report(seen, num_vector_steps)
         return ShardReport(
-            shard=self._shard, first_step=first, last_step=self._reported_step, states=states
+            shard=self._shard,
+            first_step=first,
+            last_step=self._reported_step,
+            states=states,
+            rules=self._own_states.rule_texts,
         )
 
     def _restart(self, step: Step, bad: Tensor) -> Step:

@@ -129,6 +129,8 @@ TASKS: dict[str, str] = {
     "go1-velocity": "collectors.tasks.velocity:go1_velocity",
     "g1-velocity": "collectors.tasks.velocity:g1_velocity",
     "menagerie-velocity": "collectors.tasks.velocity:menagerie_velocity",
+    "humanoid-wbt": "collectors.tasks.wbt:humanoid_wbt",
+    "g1-wbt": "collectors.tasks.wbt:g1_wbt",
 }
 """Named tasks and the factories that make them."""
 

@@ -54,7 +54,7 @@ class CollectorGroup:
                 threads=fleet.threads_per_collector,
                 shard=shard,
                 env=env,
-                env_args=config.env.args,
+                env_args=config.env.args_of(shard),
                 num_envs=config.num_envs_per_shard,
                 num_evaluation_envs=config.evaluation.num_episodes // fleet.num_shards,
                 policy=policy,
@@ -64,6 +64,7 @@ class CollectorGroup:
                 replay_name=f"fastsac-{run_id}-shard{shard}",
                 seeds=_collector_seeds(seeds[shard]),
                 device=device,
+                rule_overrides=config.shard_state,
             )
             for shard in range(fleet.num_shards)
         ]

@@ -108,6 +108,16 @@ def _eval(args: argparse.Namespace, overrides: Overrides) -> int:
     return 0
 
 
+def _plot(args: argparse.Namespace, overrides: Overrides) -> int:
+    del overrides
+    if args.curriculum:
+        from fastsac.curriculum_plot import draw_curriculum as draw
+    else:
+        from fastsac.report import draw_curve as draw
+    print(draw(args.run))
+    return 0
+
+
 def _list_tasks(args: argparse.Namespace, overrides: Overrides) -> int:
     del args, overrides
     from rich.console import Console
@@ -175,6 +185,11 @@ def _make_parser() -> _Parser:
     evaluate.add_argument("run", metavar="RUN", type=Path, help="the folder of a run")
     evaluate.add_argument("--episodes", type=_integer(1), default=32, help="default: 32")
     evaluate.add_argument("--seed", type=_integer(0), default=1, help="default: 1")
+    plot = add("plot", _plot, "Draw a run's learning curve, or its curriculum, as a PNG image.")
+    plot.add_argument("run", metavar="RUN", type=Path, help="the folder of a run")
+    plot.add_argument(
+        "--curriculum", action="store_true", help="bins of its shard states over env steps"
+    )
     add("list-tasks", _list_tasks, "List the tasks and the configurations that come along.")
     return parser
 

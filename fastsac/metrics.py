@@ -1,4 +1,5 @@
-"""Where a run's numbers go: metrics.jsonl, TensorBoard, the terminal, summary.json."""
+"""Where a run's numbers go: metrics.jsonl, curriculum.jsonl, TensorBoard, the terminal,
+summary.json."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -18,8 +19,13 @@ from rich.text import Text
 
 from fastsac.core.metrics import MetricValue, final_value, reduce_over_ticks
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 PLAIN_INTERVAL_S = 2.0
 """Least time between two lines of a `PlainDisplay`, s."""
+BIN_DIGITS = 5
+"""Significant digits of a number in curriculum.jsonl."""
 
 
 class MetricAccumulator:
@@ -39,37 +45,59 @@ class MetricAccumulator:
 
 
 class RunLog:
-    """Appends records to metrics.jsonl and to TensorBoard, at x = fleet-wide env steps."""
+    """Appends records to metrics.jsonl and to TensorBoard, at x = fleet-wide env steps.
+
+    The bins of a curriculum go to curriculum.jsonl, one line per record: `env_steps`, and a list
+    of numbers of `BIN_DIGITS` digits per state. The file is there only if a run has such states.
+    """
 
     def __init__(self, run_dir: Path, *, tensorboard: bool) -> None:
         self._path = run_dir / "metrics.jsonl"
         self._file = self._path.open("a", encoding="utf-8")
+        self._bins_path = run_dir / "curriculum.jsonl"
         self._events = _TensorBoard(run_dir / "tensorboard") if tensorboard else None
 
-    def write(self, env_steps: int, values: Mapping[str, float]) -> None:
-        """Append one record; what is not finite becomes null."""
+    def write(
+        self,
+        env_steps: int,
+        values: Mapping[str, float],
+        bins: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Append one record; what is not finite becomes null.
+
+        Args:
+            bins: (num_bins,) finite numbers by state, of a curriculum.
+        """
         numbers = {n: float(v) if math.isfinite(v) else None for n, v in values.items()}
         record = {"env_steps": env_steps, **numbers}
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
         if self._events is not None:
             self._events.write(env_steps, {n: v for n, v in numbers.items() if v is not None})
+        if bins:
+            self._write_bins(env_steps, {name: value.tolist() for name, value in bins.items()})
 
     def truncate_after(self, env_steps: int) -> None:
         """Drop the records newer than the checkpoint that a run goes on from."""
-        text = self._path.read_text(encoding="utf-8")
-        records = _parse_records(text, self._path)
-        kept = [json.dumps(r) + "\n" for r in records if r["env_steps"] <= env_steps]
         self._file.close()
-        _replace_text(self._path, "".join(kept))
+        had_records = _truncate_after(self._path, env_steps)
         self._file = self._path.open("a", encoding="utf-8")
-        if self._events is not None and text:
+        if self._bins_path.exists():
+            _truncate_after(self._bins_path, env_steps)
+        if self._events is not None and had_records:
             self._events.purge_after(env_steps)
 
     def close(self) -> None:
         self._file.close()
         if self._events is not None:
             self._events.close()
+
+    def _write_bins(self, env_steps: int, bins: Mapping[str, list[float]]) -> None:
+        record = {n: [float(f"{v:.{BIN_DIGITS}g}") for v in values] for n, values in bins.items()}
+        with self._bins_path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"env_steps": env_steps, **record}, allow_nan=False) + "\n")
+        if self._events is not None:
+            self._events.write_bins(env_steps, bins)
 
 
 class _TensorBoard:
@@ -86,6 +114,23 @@ class _TensorBoard:
     def write(self, env_steps: int, values: Mapping[str, float]) -> None:
         scalars = [self._summary.Summary.Value(tag=n, simple_value=v) for n, v in values.items()]
         self._add(step=env_steps, summary=self._summary.Summary(value=scalars))
+
+    def write_bins(self, env_steps: int, bins: Mapping[str, list[float]]) -> None:
+        """A histogram per state whose x is the bin's number and whose height is its value."""
+        histograms = [
+            self._summary.Summary.Value(
+                tag=f"curriculum/{name}",
+                histo=self._summary.HistogramProto(
+                    min=0,
+                    max=len(values),
+                    num=sum(values),
+                    bucket_limit=range(1, len(values) + 1),
+                    bucket=values,
+                ),
+            )
+            for name, values in bins.items()
+        ]
+        self._add(step=env_steps, summary=self._summary.Summary(value=histograms))
 
     def purge_after(self, env_steps: int) -> None:
         """A session that starts at a step makes TensorBoard forget what was there from it on."""
@@ -110,6 +155,21 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
         raise ValueError(f"{run_dir} has no metrics.jsonl: give the folder of a run")
     records = _parse_records(path.read_text(encoding="utf-8"), path)
     return [{n: math.nan if v is None else v for n, v in r.items()} for r in records]
+
+
+def read_bins(run_dir: Path) -> list[dict[str, Any]]:
+    """Records of a run's curriculum, oldest first: `env_steps` and a list of numbers per state.
+
+    Raises:
+        ValueError: the run has no such states, or a line before the last one is damaged.
+    """
+    path = run_dir / "curriculum.jsonl"
+    if not path.is_file():
+        raise ValueError(
+            f"{run_dir} has no curriculum.jsonl: give the folder of a run whose environment has "
+            "a shard state of several bins"
+        )
+    return _parse_records(path.read_text(encoding="utf-8"), path)
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
@@ -223,6 +283,13 @@ def _parts(values: Mapping[str, float]) -> list[str]:
         "replay/fill": "replay {:.0%}",
     }
     parts = [text.format(values[name]) for name, text in shown.items() if name in values]
+    for name in values:
+        if name.startswith("curriculum/") and name.endswith("/entropy"):
+            state = name.removesuffix("/entropy")
+            drift = values[f"{state}/tv_max"]
+            parts.append(
+                f"{state.removeprefix('curriculum/')} entropy {values[name]:.2f}, drift {drift:.3f}"
+            )
     if "time/collect" in values and "time/learn" in values:
         collectors_are_slower = values["time/collect"] > values["time/learn"]
         parts.append(f"waits for {'collectors' if collectors_are_slower else 'learners'}")
@@ -245,6 +312,14 @@ def _parse_records(text: str, path: Path) -> list[dict[str, Any]]:
                 break
             raise ValueError(f"{path} line {number} is damaged: remove the line") from None
     return records
+
+
+def _truncate_after(path: Path, env_steps: int) -> bool:
+    """Drop the records of a file beyond `env_steps`; returns whether it held anything."""
+    text = path.read_text(encoding="utf-8")
+    kept = [json.dumps(r) + "\n" for r in _parse_records(text, path) if r["env_steps"] <= env_steps]
+    _replace_text(path, "".join(kept))
+    return bool(text)
 
 
 def _replace_text(path: Path, text: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from collectors.collector import CollectReport
 from collectors.guard import EnvError
@@ -140,8 +141,9 @@ class Run:
         """Add a tick's (or an evaluation's) metrics to the next record."""
         self._accumulator.add(values)
 
-    def write(self, progress: Progress) -> None:
-        """Record what was counted since the last record, in every sink."""
+    def write(self, progress: Progress, bins: Mapping[str, Tensor] | None = None) -> None:
+        """Record what was counted since the last record, in every sink, and the curriculum's
+        present bins, see `RunLog.write`."""
         if progress.env_steps == self._recorded.env_steps:
             return
         now = time.perf_counter()
@@ -150,7 +152,7 @@ class Run:
         values = self._accumulator.take() | self._rates(progress)
         self._recorded = replace(progress)
         self._newest |= {name: v for name, v in values.items() if not math.isnan(v)}
-        self._log.write(progress.env_steps, values)
+        self._log.write(progress.env_steps, values, bins)
         self._display.update(progress.env_steps, self._newest)
 
     def save(self, env_steps: int, state: dict[str, Any]) -> None:

@@ -28,7 +28,9 @@ from collectors.env import EnvFactory, EnvSpec
 from collectors.group import CollectorGroup
 from collectors.guard import EnvError, make_env, task_name
 from fastsac.core.config import Config, ConfigError, parse_config
+from fastsac.core.curriculum import curriculum_metrics
 from fastsac.core.executor import Executor, WorkerDied
+from fastsac.core.merge_rules import rules_in_force
 from fastsac.core.metrics import Mean, MetricValue, reduce_over_fleet
 from fastsac.core.normalizer import FleetNormalizer
 from fastsac.core.progress import Progress, cosine_decay, updates_owed
@@ -261,7 +263,8 @@ def _train(config: Config, fleet: Fleet, executor: Executor, run: Run, stop: Sto
         if evaluating:
             run.count(_evaluate(config, collectors, policy))
         if record_due(progress.env_steps) or evaluating or saving or stop or failure:
-            run.write(progress)
+            run.count(curriculum_metrics(fleet.bus.distributions()))
+            run.write(progress, fleet.bus.bins())
     if run.saved_at != progress.env_steps:
         _save(config, progress, run, fleet.state_dict())
     if failure:
@@ -412,7 +415,8 @@ def _make_fleet(
         spec.critic_obs_dim,
         enabled=config.algorithm.normalize_observations,
     )
-    return Fleet(collectors, learners, ShardStateBus(spec.shard_states), normalizer, Progress())
+    bus = ShardStateBus(rules_in_force(spec.shard_states, config.shard_state))
+    return Fleet(collectors, learners, bus, normalizer, Progress())
 
 
 def _env_spec(config: Config, env: EnvFactory | str | None) -> EnvSpec:
@@ -433,6 +437,7 @@ def _env_spec(config: Config, env: EnvFactory | str | None) -> EnvSpec:
         )
         specs.append(probe.spec)
         probe.close()
+    rules_in_force(specs[0].shard_states, config.shard_state)  # or it is refused here
     if config.algorithm.symmetry and specs[0].mirror is None:
         raise ConfigError(
             f"algorithm.symmetry is true, but {task_name(task)} has no left-right symmetry: "

@@ -34,7 +34,7 @@ def small_config(run_root: Path, **sections: Any) -> Config:
         "log": {"dir": str(run_root), "tensorboard": False},
     }
     for name, values in sections.items():
-        fields[name] = fields[name] | values if isinstance(values, dict) else values
+        fields[name] = fields.get(name, {}) | values if isinstance(values, dict) else values
     return parse_config(fields)
 
 

@@ -47,6 +47,9 @@ class Outcome:
     """(num_envs,) float32"""
     terminated: Tensor
     """(num_envs,) bool"""
+    truncated: Tensor | None = None
+    """(num_envs,) bool: cut off here, where they have not terminated; None if only
+    `spec.episode_length` does so."""
     info: Mapping[str, Tensor] = field(default_factory=dict)
     """(num_envs,) values to log as fleet means under `env/`."""
 
@@ -102,7 +105,7 @@ class Task(ABC):
 
 
 class MujocoEnv:
-    """An env shard of one `Task`: episodes of `spec.episode_length` env steps, truncated there.
+    """An env shard of one `Task`: episodes of at most `spec.episode_length` env steps.
 
     In training, the ages of the first episodes are spread, so that truncations do not come all at
     once.
@@ -167,7 +170,10 @@ class MujocoEnv:
         self._ages += 1
         outcome = self._task.outcome(action)
         final = observation = self._task.observe()
-        truncated = (self._ages >= self.spec.episode_length) & ~outcome.terminated
+        truncated = self._ages >= self.spec.episode_length
+        if outcome.truncated is not None:
+            truncated = truncated | outcome.truncated
+        truncated = truncated & ~outcome.terminated
         done = outcome.terminated | truncated
         # On the CPU a look costs less than starting no episode; on a GPU it would be a wait.
         if self._device.type != "cpu" or bool(done.any()):

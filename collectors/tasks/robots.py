@@ -72,7 +72,7 @@ class Robot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Servo:
+class Servo:
     """A position servo for the joints whose whole name matches `joints`."""
 
     joints: str
@@ -89,7 +89,7 @@ class _Servo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Recipe:
+class Recipe:
     """What makes a robot of an MJCF file."""
 
     file: Path
@@ -99,7 +99,7 @@ class _Recipe:
     """other geoms that touch the floor, without friction"""
     pose: Callable[[str], float]
     """rad, of a joint in the default pose"""
-    servos: Sequence[_Servo]
+    servos: Sequence[Servo]
     foot_friction: float
     fall_height: float
 
@@ -114,14 +114,18 @@ def load_robot(name: str) -> Robot:
         ValueError: unknown robot, its files are missing or unfit.
     """
     if name in _RECIPES:
-        return _build(name, _RECIPES[name]())
+        return _walking(name, _RECIPES[name]())
     root = os.environ.get("MENAGERIE_ROOT")
     if root is None:
         raise ValueError(
             f"unknown robot {name!r}{_nearest(name, _RECIPES)}: give one of {', '.join(_RECIPES)}, "
             "or set MENAGERIE_ROOT to a MuJoCo Menagerie checkout for others"
         )
-    return _build(name, _menagerie(Path(root), name))
+    return _walking(name, _menagerie(Path(root), name))
+
+
+def _walking(name: str, recipe: Recipe) -> Robot:
+    return build_robot(name, recipe, lambda spec: _add_foot_sensors(spec, recipe.feet))
 
 
 def foot_site(foot: str) -> str:
@@ -139,28 +143,28 @@ def action_bound(
     return np.maximum(np.abs(lower - default), np.abs(upper - default)) / scale
 
 
-def _quadruped() -> _Recipe:
+def _quadruped() -> Recipe:
     legs = ("FL", "FR", "RL", "RR")
     pose = {"abduction": 0.0, "hip": 0.85, "knee": -1.7}
-    return _Recipe(
+    return Recipe(
         file=Path(__file__).with_name("quadruped.xml"),
         feet={leg: (f"{leg}_foot",) for leg in legs},
         touching=("trunk",),
         pose=lambda joint: pose[joint.split("_")[1]],
-        servos=(_Servo(joints=".*", stiffness=35.0, damping=0.8, effort=30.0, action_scale=0.5),),
+        servos=(Servo(joints=".*", stiffness=35.0, damping=0.8, effort=30.0, action_scale=0.5),),
         foot_friction=1.0,
         fall_height=0.14,
     )
 
 
-def _go1() -> _Recipe:
+def _go1() -> Recipe:
     """Unitree Go1. Pose, rotor inertias and friction are those of mjlab 1.6.0,
     `asset_zoo/robots/unitree_go1/go1_constants.py`."""
     pose = {"R_hip": 0.1, "L_hip": -0.1, "R_thigh": 0.9, "L_thigh": 0.9}
     rotor = 0.000111842
 
-    def servo(joints: str, gear: float) -> _Servo:
-        return _Servo(
+    def servo(joints: str, gear: float) -> Servo:
+        return Servo(
             joints=joints,
             stiffness=35.0,
             damping=0.8,
@@ -169,7 +173,7 @@ def _go1() -> _Recipe:
             armature=rotor * gear**2,
         )
 
-    return _Recipe(
+    return Recipe(
         file=_mjlab("go1"),
         feet={leg: (f"{leg}_foot_collision",) for leg in ("FR", "FL", "RR", "RL")},
         touching=("trunk_collision",),
@@ -180,7 +184,7 @@ def _go1() -> _Recipe:
     )
 
 
-def _g1() -> _Recipe:
+def g1_recipe() -> Recipe:
     """Unitree G1 with 29 joints. Motors, the knees-bent pose, action scales and friction are those
     of mjlab 1.6.0, `asset_zoo/robots/unitree_g1/g1_constants.py`."""
     pose = {
@@ -197,10 +201,10 @@ def _g1() -> _Recipe:
         name = joint.removesuffix("_joint")
         return pose.get(name, pose.get(name.split("_", 1)[1], 0.0))
 
-    def servo(joints: str, effort: float, armature: float) -> _Servo:
+    def servo(joints: str, effort: float, armature: float) -> Servo:
         frequency = 10 * 2 * math.pi
         stiffness = armature * frequency**2
-        return _Servo(
+        return Servo(
             joints=rf"({joints})_joint",
             stiffness=stiffness,
             damping=2 * 2 * armature * frequency,
@@ -217,7 +221,7 @@ def _g1() -> _Recipe:
     medium = planetary((0.489e-4, 0.098e-4, 0.533e-4), 4.5, 1 + 48 / 22)
     large = planetary((0.489e-4, 0.109e-4, 0.738e-4), 4.5, 5.0)
     wrist = planetary((0.068e-4, 0.0, 0.0), 5.0, 5.0)
-    return _Recipe(
+    return Recipe(
         file=_mjlab("g1"),
         # The outer long capsules of the sole: four corners per foot instead of 14 contacts.
         feet={side: [f"{side}_foot{i}_collision" for i in (2, 6)] for side in ("left", "right")},
@@ -244,7 +248,7 @@ def _g1() -> _Recipe:
     )
 
 
-_RECIPES: dict[str, Callable[[], _Recipe]] = {"quadruped": _quadruped, "go1": _go1, "g1": _g1}
+_RECIPES: dict[str, Callable[[], Recipe]] = {"quadruped": _quadruped, "go1": _go1, "g1": g1_recipe}
 
 
 def _mjlab(robot: str) -> Path:
@@ -261,7 +265,7 @@ def _nearest(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
-def _menagerie(root: Path, name: str) -> _Recipe:
+def _menagerie(root: Path, name: str) -> Recipe:
     """Robot of a Menagerie folder in the pose of its home keyframe. Its servos get the gains and
     torques of `quadruped`'s, scaled by mass."""
     file = _menagerie_file(root, name)
@@ -285,13 +289,13 @@ def _menagerie(root: Path, name: str) -> _Recipe:
     base = spec.worldbody.bodies[0]
     model = spec.compile()
     relative_mass = float(model.body_subtreemass[0]) / 12.0
-    return _Recipe(
+    return Recipe(
         file=file,
         feet=feet,
         touching=[geom.name for geom in base.geoms if geom.contype or geom.conaffinity],
         pose=lambda joint: float(angles[joint]),
         servos=(
-            _Servo(
+            Servo(
                 joints=".*",
                 stiffness=35.0 * relative_mass,
                 damping=0.8 * relative_mass,
@@ -355,7 +359,8 @@ def _hinges(name: str, spec: mujoco.MjSpec) -> list[mujoco.MjsJoint]:
     return hinges
 
 
-def _build(name: str, recipe: _Recipe) -> Robot:
+def build_robot(name: str, recipe: Recipe, add_sensors: Callable[[mujoco.MjSpec], None]) -> Robot:
+    """Build a robot of a recipe, with sensors that replace those of the file."""
     spec = mujoco.MjSpec.from_file(str(recipe.file))
     _name_geoms(spec)
     _strip(spec, recipe)
@@ -368,7 +373,7 @@ def _build(name: str, recipe: _Recipe) -> Robot:
     pose = np.array([recipe.pose(joint) for joint in joint_names])
     feet_geoms = [geom for geoms in recipe.feet.values() for geom in geoms]
     base_height = _height_over_feet(spec.compile(), pose, feet_geoms)
-    _add_foot_sensors(spec, recipe.feet)
+    add_sensors(spec)
     spec.add_key(name="default", qpos=[0, 0, base_height, 1, 0, 0, 0, *pose], ctrl=pose)
     model = spec.compile()
     assert [model.joint(index).name for index in range(1, model.njnt)] == list(joint_names)
@@ -396,7 +401,7 @@ def _build(name: str, recipe: _Recipe) -> Robot:
     )
 
 
-def _strip(spec: mujoco.MjSpec, recipe: _Recipe) -> None:
+def _strip(spec: mujoco.MjSpec, recipe: Recipe) -> None:
     """Leave bodies, joints, and geoms of which only those of the recipe collide."""
     if spec.meshes and not all(body.explicitinertial for body in spec.bodies[1:]):
         _fix_inertias(spec)
@@ -462,13 +467,13 @@ def _set_world(spec: mujoco.MjSpec) -> None:
     spec.worldbody.add_light(pos=[0, 0, 4], dir=[0.3, 0.2, -1], type=1)
 
 
-def _servo_of(joint: str, servos: Sequence[_Servo]) -> _Servo:
+def _servo_of(joint: str, servos: Sequence[Servo]) -> Servo:
     matching = [servo for servo in servos if re.fullmatch(servo.joints, joint)]
     assert len(matching) == 1, (joint, matching)
     return matching[0]
 
 
-def _add_servo(spec: mujoco.MjSpec, joint: mujoco.MjsJoint, servo: _Servo) -> None:
+def _add_servo(spec: mujoco.MjSpec, joint: mujoco.MjsJoint, servo: Servo) -> None:
     if servo.armature is not None:
         joint.armature = servo.armature
     joint.limited = True

@@ -62,6 +62,13 @@ class EnvConfig(_Section):
     """Environments in the whole fleet (global)."""
     args: dict[str, JsonValue] = Field(default_factory=dict)
     """Keyword arguments for the environment's constructor: plain values, lists and mappings."""
+    shard_args: list[dict[str, JsonValue]] = Field(default_factory=list)
+    """One mapping per collector, in shard order, whose entries take the place of those in `args`:
+    shards that are unequal on purpose. Empty: all shards are made alike."""
+
+    def args_of(self, shard: int) -> dict[str, JsonValue]:
+        """The constructor's arguments in one shard."""
+        return self.args | (self.shard_args[shard] if self.shard_args else {})
 
 
 class FleetConfig(_Section):
@@ -251,6 +258,12 @@ class Config(_Section):
         )
         _refuse_unless_divides(
             "evaluation.num_episodes", self.evaluation.num_episodes, "collectors", shards
+        )
+        given = len(self.env.shard_args)
+        _refuse_unless(
+            given in (0, shards),
+            f"env.shard_args has {given} mappings, the fleet has {shards} collectors: give one for "
+            "each, or none at all",
         )
         # while the learners sample, an overlapped tick overwrites the oldest rows
         steps_per_env, batch_size = self.replay.steps_per_env, self.algorithm.batch_size

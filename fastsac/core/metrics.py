@@ -89,8 +89,20 @@ METRICS: dict[str, Metric] = {
     "time/wait": Metric("driver", "s/tick", "tick beyond the slower side", "mean", wall=True),
     "time/evaluate": Metric("driver", "s", "the last evaluation", wall=True),
 }
-"""Names under `env/` and `eval/env/` (an environment's own) and `shard_state/` (the fleet's view)
-come beside these; they pool as means over shards and are the driver's value."""
+"""Names under `env/` and `eval/env/` (an environment's own), `shard_state/` (the fleet's view)
+and `curriculum/STATE/` (what the shards sample from) come beside these: the first pool as means
+over shards, the others are the driver's value."""
+
+CURRICULUM = {
+    "tv_mean": "total variation of a shard's distribution to the fleet's, mean over shards",
+    "tv_max": "likewise, the shard that is farthest",
+    "js_mean": "Jensen-Shannon distance (root of bits) likewise, mean over shards",
+    "js_max": "likewise, the shard that is farthest",
+    "entropy": "entropy of the fleet's distribution / ln(bins), 1 if uniform",
+    "top_bin": "likeliest bin of the fleet's distribution",
+    "top_probability": "its probability",
+}
+"""Metrics under `curriculum/STATE/`, for every state that is a distribution."""
 
 
 def metric(name: str) -> Metric:
@@ -103,6 +115,8 @@ def metric(name: str) -> Metric:
         return Metric("mean", "", "reported by the environment, mean over envs and steps")
     if name.startswith("shard_state/"):
         return Metric("driver", "", "the fleet's view of a shard state, mean over its entries")
+    if name.startswith("curriculum/"):
+        return Metric("driver", "", CURRICULUM[name.rpartition("/")[2]])
     if name not in METRICS:
         raise KeyError(f"metric {name!r} is not declared: add it to METRICS")
     return METRICS[name]

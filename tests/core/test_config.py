@@ -122,6 +122,18 @@ def test_what_does_not_divide_is_refused_with_nearest(change: dict[str, Any], me
     assert refusal(**change) == message
 
 
+def test_arguments_of_a_shard_take_the_place_of_the_common_ones() -> None:
+    common = {"env__args": {"mass": 1.0, "seed": 3}, "fleet__num_ranks": 2}
+    alike = parse_config(fields(**common)).env
+    unequal = parse_config(fields(**common, env__shard_args=[{}, {"mass": 2.0, "wind": True}])).env
+    assert alike.args_of(1) == unequal.args_of(0) == {"mass": 1.0, "seed": 3}
+    assert unequal.args_of(1) == {"mass": 2.0, "seed": 3, "wind": True}
+    assert refusal(**common, env__shard_args=[{}]) == (
+        "env.shard_args has 1 mappings, the fleet has 2 collectors: give one for each, or none "
+        "at all"
+    )
+
+
 @pytest.mark.parametrize(
     ("interval", "ratio", "nearest"),
     [(3, 2, "[2, 4]"), (10, 4, "[8, 12]"), (1, 8, "[8]"), (4, 1.5, "[3, 6]")],
