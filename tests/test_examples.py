@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from collectors.testing import check_env_shard
+from docs.examples.hard_starts import BINS, HardStarts
 from docs.examples.point_mass import PointMass
 from fastsac.cli import main
 from fastsac.config_files import load_config
@@ -36,6 +37,26 @@ def test_a_module_and_class_path_trains_from_the_command_line(tmp_path, monkeypa
     [run_dir] = tmp_path.iterdir()
     assert str(run_dir) in capsys.readouterr().out
     assert main(["eval", str(run_dir), "--episodes", "4"]) == 0
+
+
+def test_the_curriculum_example_keeps_the_rules_of_an_env_shard():
+    check_env_shard(HardStarts)
+
+
+@pytest.mark.parametrize(("rule", "drifts"), [("linear_ema", False), ("none", True)])
+def test_the_curriculum_example_is_shared_as_the_configuration_says(tmp_path, rule, drifts):
+    overrides = [
+        ("log.dir", str(tmp_path)),
+        ("total_env_steps", "3200"),
+        ("fleet.collectors_per_rank", "2"),
+        ("shard_state.failures", rule),
+    ]
+    run_dir = train(load_config(CONFIG, overrides), env=HardStarts, runtime="inline").run_dir
+    records = read_metrics(run_dir)
+    assert max(r["curriculum/sampling/top_probability"] for r in records) > 1.5 / BINS
+    drift = max(r["curriculum/sampling/tv_max"] for r in records)
+    assert drift > 0.02 if drifts else drift < 1e-12
+    assert main(["plot", str(run_dir), "--curriculum"]) == 0
 
 
 @pytest.mark.parametrize(
