@@ -1,4 +1,4 @@
-"""The command line: `fastsac train`, `resume`, `eval`, `list-tasks`."""
+"""The command line: `fastsac train`, `resume`, `eval`, `plot`, `motion check`, `list-tasks`."""
 
 from __future__ import annotations
 
@@ -118,6 +118,25 @@ def _plot(args: argparse.Namespace, overrides: Overrides) -> int:
     return 0
 
 
+def _check_motion(args: argparse.Namespace, overrides: Overrides) -> int:
+    del overrides
+    from rich.console import Console
+    from rich.table import Table
+
+    from collectors.tasks.motion import load_motion
+    from collectors.tasks.motion_check import describe, describe_fit
+
+    motion = load_motion(args.file)
+    rows = describe(motion)
+    if args.robot:
+        rows |= {f"{args.robot}: {n}": v for n, v in describe_fit(motion, args.robot).items()}
+    table = Table(show_header=False)
+    for row in rows.items():
+        table.add_row(*row)
+    Console().print(table)
+    return 0
+
+
 def _list_tasks(args: argparse.Namespace, overrides: Overrides) -> int:
     del args, overrides
     from rich.console import Console
@@ -190,6 +209,10 @@ def _make_parser() -> _Parser:
     plot.add_argument(
         "--curriculum", action="store_true", help="bins of its shard states over env steps"
     )
+    motion = add("motion", _check_motion, "Say what is in a motion file, and if it fits a robot.")
+    motion.add_argument("action", choices=["check"])
+    motion.add_argument("file", metavar="FILE", type=Path, help="an npz file")
+    motion.add_argument("--robot", help="humanoid or g1: refuse the file if it does not fit")
     add("list-tasks", _list_tasks, "List the tasks and the configurations that come along.")
     return parser
 

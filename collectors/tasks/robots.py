@@ -125,7 +125,7 @@ def load_robot(name: str) -> Robot:
 
 
 def _walking(name: str, recipe: Recipe) -> Robot:
-    return build_robot(name, recipe, lambda spec: _add_foot_sensors(spec, recipe.feet))
+    return build_robot(name, recipe, foot_sensors=True)
 
 
 def foot_site(foot: str) -> str:
@@ -359,8 +359,8 @@ def _hinges(name: str, spec: mujoco.MjSpec) -> list[mujoco.MjsJoint]:
     return hinges
 
 
-def build_robot(name: str, recipe: Recipe, add_sensors: Callable[[mujoco.MjSpec], None]) -> Robot:
-    """Build a robot of a recipe, with sensors that replace those of the file."""
+def build_robot(name: str, recipe: Recipe, *, foot_sensors: bool) -> Robot:
+    """Build a robot of a recipe; its only sensors are those of the feet, if asked for."""
     spec = mujoco.MjSpec.from_file(str(recipe.file))
     _name_geoms(spec)
     _strip(spec, recipe)
@@ -373,7 +373,8 @@ def build_robot(name: str, recipe: Recipe, add_sensors: Callable[[mujoco.MjSpec]
     pose = np.array([recipe.pose(joint) for joint in joint_names])
     feet_geoms = [geom for geoms in recipe.feet.values() for geom in geoms]
     base_height = _height_over_feet(spec.compile(), pose, feet_geoms)
-    add_sensors(spec)
+    if foot_sensors:
+        _add_foot_sensors(spec, recipe.feet)
     spec.add_key(name="default", qpos=[0, 0, base_height, 1, 0, 0, 0, *pose], ctrl=pose)
     model = spec.compile()
     assert [model.joint(index).name for index in range(1, model.njnt)] == list(joint_names)

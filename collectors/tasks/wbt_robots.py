@@ -23,10 +23,8 @@ class TrackingRobot:
     """A robot that can follow a motion, on a plane.
 
     `model`: geom `floor`, a free base first (body 1), then one limited hinge and one position
-    actuator per joint, in the same order. `sensordata` is, for K tracked bodies in the order of
-    `body_names`, [3K | 4K | 3K | 3K]: positions (m), orientations (wxyz), velocities (m/s) and
-    turning rates (rad/s) of the bodies' frames in the world. Feet, hands and a few geoms of the
-    trunk touch the floor, nothing else collides.
+    actuator per joint, in the same order. Feet, hands and a few geoms of the trunk touch the
+    floor, nothing else collides.
     """
 
     name: str
@@ -80,18 +78,7 @@ def load_tracking_robot(name: str) -> TrackingRobot:
         ValueError: unknown robot, or the extra it needs is missing.
     """
     tracking = _tracking(name)
-
-    def add_sensors(spec: mujoco.MjSpec) -> None:
-        for kind in ("FRAMEPOS", "FRAMEQUAT", "FRAMELINVEL", "FRAMEANGVEL"):
-            for body in tracking.bodies:
-                spec.add_sensor(
-                    name=f"{body}_{kind.lower()}",
-                    type=getattr(mujoco.mjtSensor, f"mjSENS_{kind}"),
-                    objtype=mujoco.mjtObj.mjOBJ_XBODY,
-                    objname=body,
-                )
-
-    robot = build_robot(name, tracking.recipe(), add_sensors)
+    robot = build_robot(name, tracking.recipe(), foot_sensors=False)
     return TrackingRobot(
         name=name,
         model=robot.model,
