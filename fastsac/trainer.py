@@ -12,7 +12,9 @@ writes and its rank maps.
 
 from __future__ import annotations
 
+import os
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
@@ -183,7 +185,9 @@ def _run(
         stop = stack.enter_context(StopRequest())
         executor, device = stack.enter_context(open_executor(config.fleet, runtime, address))
         stop.take_again()
-        fleet = _make_fleet(executor, config, env or config.env.task, spec, device, run_dir.name)
+        # runs of one name in different folders may start in the same second
+        run_id = f"{run_dir.name}-{zlib.crc32(os.fsencode(run_dir.resolve())):08x}"
+        fleet = _make_fleet(executor, config, env or config.env.task, spec, device, run_id)
         stack.enter_context(closing(fleet.collectors))
         stack.enter_context(closing(fleet.learners))
         fleet.start(state)

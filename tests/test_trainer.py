@@ -9,6 +9,7 @@ from helpers import assert_same_tree, counted_metrics, saved_state, small_config
 from probes import AlwaysBroken, BreaksSometimes, ConstantReward
 
 from fastsac.core.config import ConfigError
+from fastsac.core.replay import ReplayStorage
 from fastsac.evaluation import evaluate_run
 from fastsac.trainer import TrainingError, resume, train
 
@@ -189,6 +190,29 @@ def test_no_shared_memory_is_left_behind(tmp_path):
     shards.mkdir()
     train(small_config(tmp_path, replay={"dir": str(shards)}), runtime="inline")
     assert not list(shards.iterdir())
+
+
+def test_runs_of_one_name_that_start_together_do_not_share_memory(tmp_path, monkeypatch):
+    shards = tmp_path / "shm"
+    shards.mkdir()
+    seen = []
+    allocate = ReplayStorage.allocate
+
+    def spy(layout, device, directory, name):
+        seen.append(name)
+        return allocate(layout, device, directory, name)
+
+    monkeypatch.setattr(ReplayStorage, "allocate", spy)
+
+    def same_name(config):
+        folder = Path(config.log.dir) / "same"
+        folder.mkdir(parents=True)
+        return folder
+
+    monkeypatch.setattr("fastsac.trainer.new_run_dir", same_name)
+    for folder in ("a", "b"):
+        train(small_config(tmp_path / folder, replay={"dir": str(shards)}), runtime="inline")
+    assert len(set(seen)) == len(seen) == 4
 
 
 def test_evaluation_of_a_run_uses_its_policy_and_normaliser(tmp_path):
