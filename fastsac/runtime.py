@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import torch
 
 import fastsac
 from fastsac.core.config import ConfigError, FleetConfig
-from fastsac.core.executor import Executor, InlineExecutor, WorkerDied
+from fastsac.core.executor import Executor, InlineExecutor, WorkerDied, WorkerHung
 
 Runtime = Literal["ray", "inline"]
 
@@ -214,6 +215,31 @@ class RayExecutor:
             if not isinstance(error.cause, Exception) or isinstance(error.cause, RayTaskError):
                 raise
             raise error.cause from error
+
+    def outcomes(
+        self, pending: Sequence[Any], timeouts_s: Sequence[float] | None = None
+    ) -> list[Any]:
+        import ray
+
+        started, late = time.monotonic(), dict[int, WorkerHung]()
+        for index, timeout_s in enumerate(timeouts_s or ()):
+            left_s = max(0.0, started + timeout_s - time.monotonic())
+            ready, _ = ray.wait([pending[index]], timeout=left_s)
+            if not ready:
+                late[index] = WorkerHung(f"no answer within {timeout_s:.3g} s")
+        return [late.get(index) or self._outcome(one) for index, one in enumerate(pending)]
+
+    def _outcome(self, pending: Any) -> Any:
+        try:
+            return self.wait([pending])[0]
+        except Exception as error:
+            return error
+
+    def kill(self, handle: _Actor) -> None:
+        import ray
+
+        ray.kill(handle.handle)
+        self._actors.remove(handle)
 
     def host_address(self, *, bundle: int) -> str:
         import ray

@@ -15,34 +15,26 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from collectors.collector import CollectReport
 from collectors.env import EnvFactory, EnvSpec
 from collectors.group import CollectorGroup
-from collectors.guard import EnvError, make_env, task_name
+from collectors.guard import EnvError, task_name
 from fastsac.core.config import Config, ConfigError, parse_config
 from fastsac.core.curriculum import curriculum_metrics
 from fastsac.core.executor import Executor, WorkerDied
-from fastsac.core.merge_rules import rules_in_force
 from fastsac.core.metrics import Mean, MetricValue, reduce_over_fleet
-from fastsac.core.normalizer import FleetNormalizer
 from fastsac.core.progress import Progress, cosine_decay, updates_owed
-from fastsac.core.shard_state import ShardStateBus
-from fastsac.evaluation import policy_spec
+from fastsac.fleet import Fleet, env_spec, fleet_seeds, make_fleet
 from fastsac.run import Due, Run, RunResult, new_run_dir, open_run, remove_unused
 from fastsac.runtime import Runtime, open_executor
 from fastsac.signals import StopRequest
-from learner.group import LearnerGroup
-from learner.rank import LearnReport
+from fastsac.tick_clock import TickClock
 from learner.update import all_finite
 
 
@@ -71,7 +63,7 @@ def train(
     """
     if env is not None:
         config = _with_task(config, env)
-    spec = _env_spec(config, env)
+    spec = env_spec(config, env)
     run_dir = new_run_dir(config)
     try:
         return _run(config, env, spec, run_dir, None, runtime, address)
@@ -111,64 +103,7 @@ def resume(
         raise ConfigError(
             f"{run_dir} is complete at {done} env steps: give --total_env_steps above that"
         )
-    return _run(config, env, _env_spec(config, env), run_dir, state, runtime, address)
-
-
-@dataclass
-class Fleet:
-    """All that a run's future depends on."""
-
-    collectors: CollectorGroup
-    learners: LearnerGroup
-    bus: ShardStateBus
-    normalizer: FleetNormalizer
-    progress: Progress
-
-    def start(self, state: dict[str, Any] | None) -> None:
-        """Take a saved state, make the replay shards, reset the environments, let the ranks meet
-        and map.
-
-        Raises:
-            ConfigError: an environment fails in its first reset.
-            TrainingError: a process died.
-        """
-        try:
-            if state is not None:
-                self.load_state_dict(state)
-            storages = self.collectors.start(self.progress.vector_steps, self.bus.values())
-            self.learners.start(storages)
-        except EnvError as error:
-            raise ConfigError(str(error)) from error
-        except WorkerDied as error:
-            raise TrainingError(str(error)) from error
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "progress": self.progress.state_dict(),
-            "learners": self.learners.state_dict(),
-            "collectors": self.collectors.state_dict(),
-            "bus": self.bus.state_dict(),
-            "normalizer": self.normalizer.state_dict(),
-        }
-
-    def salvage(self) -> dict[str, Any]:
-        """State after a tick that failed: the counts of the last whole one, but its updates."""
-        collectors, learners = self.collectors.salvage(), self.learners.state_dict()
-        self.progress.updates = learners["updates"]
-        return {
-            "progress": self.progress.state_dict(),
-            "learners": learners,
-            "collectors": collectors,
-            "bus": self.bus.state_dict(),
-            "normalizer": self.normalizer.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.progress = Progress.from_state_dict(state["progress"])
-        self.learners.load_state_dict(state["learners"])
-        self.collectors.load_state_dict(state["collectors"])
-        self.bus.load_state_dict(state["bus"])
-        self.normalizer.load_state_dict(state["normalizer"])
+    return _run(config, env, env_spec(config, env), run_dir, state, runtime, address)
 
 
 def _run(
@@ -187,10 +122,15 @@ def _run(
         stop.take_again()
         # runs of one name in different folders may start in the same second
         run_id = f"{run_dir.name}-{zlib.crc32(os.fsencode(run_dir.resolve())):08x}"
-        fleet = _make_fleet(executor, config, env or config.env.task, spec, device, run_id)
+        fleet = make_fleet(executor, config, env or config.env.task, spec, device, run_id)
         stack.enter_context(closing(fleet.collectors))
         stack.enter_context(closing(fleet.learners))
-        fleet.start(state)
+        try:
+            fleet.start(state)
+        except EnvError as error:
+            raise ConfigError(str(error)) from error
+        except WorkerDied as error:
+            raise TrainingError(str(error)) from error
         run = stack.enter_context(closing(Run(run_dir, config, fleet.progress)))
         stop.defer()
         try:
@@ -275,36 +215,6 @@ def _train(config: Config, fleet: Fleet, executor: Executor, run: Run, stop: Sto
         raise TrainingError(failure)
 
 
-class TickClock:
-    """Wall time of the parts of one tick, s."""
-
-    def __init__(self) -> None:
-        self._started = self._last = time.perf_counter()
-        self._parts: dict[str, float] = {}
-
-    def mark(self, name: str) -> None:
-        """Book the time since the last mark under `name`."""
-        now = time.perf_counter()
-        self._parts[name] = now - self._last
-        self._last = now
-
-    def metrics(
-        self, learned: Sequence[LearnReport], reports: Sequence[CollectReport], schedule: str
-    ) -> dict[str, MetricValue]:
-        """`time/wait` keeps only what neither collecting nor learning accounts for."""
-        collect = max(_seconds(report.metrics, "time/collect") for report in reports)
-        learn = max(_seconds(report.metrics, "time/learn") for report in learned)
-        busy = max(collect, learn) if schedule == "overlap" else collect + learn
-        parts = self._parts | {"time/wait": max(0.0, self._parts["time/wait"] - busy)}
-        return {**parts, "time/tick": self._last - self._started}
-
-
-def _seconds(metrics: Mapping[str, MetricValue], name: str) -> float:
-    value = metrics[name]
-    assert isinstance(value, float)
-    return value
-
-
 def _fleet_metrics(
     fleet: Fleet, fleet_state: Mapping[str, Tensor], staleness: int
 ) -> dict[str, MetricValue]:
@@ -318,7 +228,7 @@ def _fleet_metrics(
 
 def _evaluate(config: Config, collectors: CollectorGroup, policy: Any) -> dict[str, MetricValue]:
     started = time.perf_counter()
-    seed = int(_seeds(config).evaluation.generate_state(1)[0])
+    seed = int(fleet_seeds(config).evaluation.generate_state(1)[0])
     report = collectors.evaluate(policy, seed)
     episodes = float(report.returns.numel())
     return {
@@ -373,81 +283,6 @@ def _rescue(config: Config, fleet: Fleet, run: Run, error: EnvError | WorkerDied
         if run.saved_at != fleet.progress.env_steps:
             _save(config, fleet.progress, run, state)
     return f"{reason} (`fastsac resume {run.dir}` goes on from the newest checkpoint)"
-
-
-@dataclass(frozen=True)
-class _Seeds:
-    """Children of one seed sequence: no two ranks or shards share a stream."""
-
-    init: np.random.SeedSequence
-    evaluation: np.random.SeedSequence
-    ranks: list[np.random.SeedSequence]
-    shards: list[np.random.SeedSequence]
-
-
-def _seeds(config: Config) -> _Seeds:
-    init, evaluation, ranks, shards = np.random.SeedSequence(config.seed).spawn(4)
-    fleet = config.fleet
-    return _Seeds(init, evaluation, ranks.spawn(fleet.num_ranks), shards.spawn(fleet.num_shards))
-
-
-def _make_fleet(
-    executor: Executor,
-    config: Config,
-    env: EnvFactory | str,
-    spec: EnvSpec,
-    device: str,
-    run_id: str,
-) -> Fleet:
-    seeds = _seeds(config)
-    policy = policy_spec(spec, config.algorithm)
-    collectors = CollectorGroup(
-        executor, config, env, policy, seeds=seeds.shards, device=device, run_id=run_id
-    )
-    learners = LearnerGroup(
-        executor,
-        config,
-        policy,
-        critic_obs_dim=spec.critic_obs_dim,
-        mirror=spec.mirror if config.algorithm.symmetry else None,
-        seeds=seeds.ranks,
-        init_seed=seeds.init,
-        device=device,
-    )
-    normalizer = FleetNormalizer(
-        spec.actor_obs_dim,
-        spec.critic_obs_dim,
-        enabled=config.algorithm.normalize_observations,
-    )
-    bus = ShardStateBus(rules_in_force(spec.shard_states, config.shard_state))
-    return Fleet(collectors, learners, bus, normalizer, Progress())
-
-
-def _env_spec(config: Config, env: EnvFactory | str | None) -> EnvSpec:
-    """Build one shard's environments here, only to know their spec before anything starts.
-
-    The one for evaluations is built too: that it cannot be must not come out after training.
-    """
-    task, shards = env or config.env.task, config.fleet.num_shards
-    probes = {False: config.num_envs_per_shard, True: config.evaluation.num_episodes // shards}
-    specs: list[EnvSpec] = []
-    for evaluation, num_envs in probes.items():
-        probe = make_env(
-            task,
-            num_envs=num_envs,
-            device=torch.device("cpu"),
-            evaluation=evaluation,
-            args=config.env.args,
-        )
-        specs.append(probe.spec)
-        probe.close()
-    rules_in_force(specs[0].shard_states, config.shard_state)  # or it is refused here
-    if config.algorithm.symmetry and specs[0].mirror is None:
-        raise ConfigError(
-            f"algorithm.symmetry is true, but {task_name(task)} has no left-right symmetry: "
-            "set it to false, or give the environment a spec.mirror"
-        )
-    return specs[0]
 
 
 def _with_task(config: Config, env: EnvFactory | str) -> Config:
