@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -150,19 +151,25 @@ class Collector:
         self._reported_step = -1
         self._step_checked = False
 
-    def start(self, first_step: int, fleet_state: Mapping[str, Tensor]) -> None:
-        """Allocate the replay shard and reset the environments.
+    def start(
+        self, first_step: int, fleet_state: Mapping[str, Tensor], memory: bytes | None = None
+    ) -> int:
+        """Make the replay shard, or take over one, and reset the environments.
 
         Args:
             first_step: vector steps of the run so far; a resumed run's episodes differ from its
                 first ones.
             fleet_state: the fleet's view of every shard state, for the first resets.
+            memory: the pickled `ReplayStorage` of a collector that ended.
+
+        Returns:
+            Vector steps in the replay shard.
 
         Raises:
             EnvError: the environment fails in its reset, or breaks the contract there.
         """
-        directory, name = self._replay_place
-        self._storage = ReplayStorage.allocate(self._layout, self._device, directory, name)
+        self._storage = self._make_storage() if memory is None else pickle.loads(memory)
+        self._storage.own()
         self._writer = ReplayWriter(self._storage)
         seed = np.random.SeedSequence([self._env_seed, first_step]).generate_state(1)[0]
         with env_errors(self._shard, "apply_shard_state"):
@@ -172,6 +179,11 @@ class Collector:
             check_observation(self._observation, self._env.spec, self._device, "reset")
             _check_finite_start(self._observation)
         self._writer.start(self._observation.actor_obs, self._observation.critic_obs)
+        self.report_from(first_step)
+        return self._storage.rows_written
+
+    def report_from(self, first_step: int) -> None:
+        """The next tick's shard states begin at this vector step of the run."""
         self._reported_step = first_step - 1
 
     def storage(self) -> ReplayStorage:
@@ -266,6 +278,10 @@ class Collector:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._generator.set_state(state["generator"])
         self._own_states.load_state_dict(state["own_states"])
+
+    def _make_storage(self) -> ReplayStorage:
+        directory, name = self._replay_place
+        return ReplayStorage.allocate(self._layout, self._device, directory, name)
 
     def close(self) -> None:
         """Free the replay shard's memory and the environments."""

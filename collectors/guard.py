@@ -40,6 +40,10 @@ class EnvError(RuntimeError):
         return self.args[0]
 
 
+class EnvContractError(EnvError):
+    """The environment breaks its contract, as it would again."""
+
+
 class BrokenContract(ValueError):
     """An environment gives what it must not; names the part, what it is, what it should be."""
 
@@ -51,7 +55,7 @@ def env_errors(shard: int, method: str) -> Iterator[None]:
         yield
     except BrokenContract as error:
         message = f"the environment of shard {shard} breaks its contract: {error}"
-        raise EnvError(message, shard, message) from error
+        raise EnvContractError(message, shard, message) from error
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise EnvError(

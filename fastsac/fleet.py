@@ -96,9 +96,6 @@ def make_fleet(
 ) -> Fleet:
     seeds = fleet_seeds(config)
     policy = policy_spec(spec, config.algorithm)
-    collectors = CollectorGroup(
-        executor, config, env, policy, seeds=seeds.shards, device=device, run_id=run_id
-    )
     learners = LearnerGroup(
         executor,
         config,
@@ -108,6 +105,16 @@ def make_fleet(
         seeds=seeds.ranks,
         init_seed=seeds.init,
         device=device,
+    )
+    collectors = CollectorGroup(
+        executor,
+        config,
+        env,
+        policy,
+        seeds=seeds.shards,
+        device=device,
+        run_id=run_id,
+        keeper=learners,
     )
     normalizer = FleetNormalizer(
         spec.actor_obs_dim,

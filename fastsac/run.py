@@ -170,6 +170,16 @@ class Run:
                 np.savez(path, allow_pickle=False, **values)
                 self._num_dumps += 1
 
+    def note_restarts(self, failures: Sequence[Exception]) -> None:
+        """Say why collectors are restarted."""
+        for error in failures:
+            seen = (
+                f"; traceback in {self.keep_traceback(error)}"
+                if isinstance(error, EnvError)
+                else ""
+            )
+            self._display.message(f"a collector is restarted: {error}{seen}")
+
     def keep_traceback(self, error: EnvError) -> Path:
         """Keep where an environment failed: errors/shardS.txt."""
         path = self.dir / "errors" / f"shard{error.shard}.txt"

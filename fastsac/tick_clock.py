@@ -27,7 +27,7 @@ class TickClock:
         self, learned: Sequence[LearnReport], reports: Sequence[CollectReport], schedule: str
     ) -> dict[str, MetricValue]:
         """`time/wait` keeps only what neither collecting nor learning accounts for."""
-        collect = max(_seconds(report.metrics, "time/collect") for report in reports)
+        collect = max((_seconds(report.metrics, "time/collect") for report in reports), default=0.0)
         learn = max(_seconds(report.metrics, "time/learn") for report in learned)
         busy = max(collect, learn) if schedule == "overlap" else collect + learn
         parts = self._parts | {"time/wait": max(0.0, self._parts["time/wait"] - busy)}

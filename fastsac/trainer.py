@@ -157,8 +157,9 @@ def _train(config: Config, fleet: Fleet, executor: Executor, run: Run, stop: Sto
     while progress.env_steps < config.total_env_steps and not (stop or failure):
         clock = TickClock()
         collecting = collectors.collect(policy, fleet_state)
-        if config.fleet.schedule == "alternate":
-            collectors.wait(collecting)  # so that the ranks may read what was just written
+        reports = None
+        if config.fleet.schedule == "alternate":  # the ranks may read what was just written
+            reports = collectors.wait(collecting)
         owed = updates_owed(
             rows_written=collectors.rows_written,
             readable_transitions=collectors.readable_transitions,
@@ -172,11 +173,12 @@ def _train(config: Config, fleet: Fleet, executor: Executor, run: Run, stop: Sto
         )
         learning = learners.update(owed, collectors.windows(), policy, lr_scale)
         learned = learners.wait(learning)
-        reports = collectors.wait(collecting)
+        if reports is None:
+            reports = collectors.wait(collecting)
         clock.mark("time/wait")
 
         progress.count(
-            env_steps=config.env.num_envs * config.algorithm.vector_steps_per_tick,
+            env_steps=collectors.inserted,
             vector_steps=config.algorithm.vector_steps_per_tick,
             updates=owed,
             samples=owed * config.algorithm.batch_size,
@@ -195,6 +197,7 @@ def _train(config: Config, fleet: Fleet, executor: Executor, run: Run, stop: Sto
         run.count({"learner/lr_scale": lr_scale})
         run.count(_fleet_metrics(fleet, fleet_state, staleness))
         run.dump(reports)
+        run.note_restarts(collectors.take_failures())
         if not all(report.finite for report in learned):
             run.write(progress)
             raise TrainingError(_divergence(config, progress, run))  # and nothing is saved
@@ -221,6 +224,8 @@ def _fleet_metrics(
     metrics: dict[str, MetricValue] = {
         "fleet/staleness": float(staleness),
         "fleet/normalizer_count": float(fleet.normalizer.moments.actor.count),
+        "fleet/collector_restarts": fleet.collectors.restarts,
+        "fleet/lost_env_steps": fleet.collectors.lost_env_steps,
         "replay/fill": fleet.collectors.fill,
     }
     return metrics | {f"shard_state/{n}": float(v.mean()) for n, v in fleet_state.items()}

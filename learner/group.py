@@ -36,6 +36,7 @@ class LearnerGroup:
         fleet = config.fleet
         self._executor = executor
         self._timeout_s = fleet.collective_timeout_s
+        self._shards_per_rank = fleet.collectors_per_rank
         self._parameters: Tensor
         self._handles = [
             executor.spawn(
@@ -74,6 +75,23 @@ class LearnerGroup:
             ]
         )
         self._take_parameters()
+
+    def storage(self, shard: int) -> bytes:
+        """The pickled memory of a replay shard, as its rank maps it.
+
+        Raises:
+            WorkerDied: the rank ended too.
+        """
+        rank, index = divmod(shard, self._shards_per_rank)
+        call = self._executor.call(self._handles[rank], "storage", index)
+        [memory] = self._executor.wait([call])
+        return memory
+
+    def replace_storage(self, shard: int, storage: Any) -> None:
+        """Let a rank map the pending new storage of a shard whose memory was lost."""
+        rank, index = divmod(shard, self._shards_per_rank)
+        call = self._executor.call(self._handles[rank], "replace_storage", index, storage)
+        self._executor.wait([call])
 
     def update(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -109,6 +110,15 @@ class LearnerRank:
         """Sample from these replay shards, in shard order."""
         self._storages = storages
         self._sampler = ReplaySampler(storages, self._n_step, self._algorithm.gamma)
+
+    def storage(self, index: int) -> bytes:
+        """The pickled memory of a replay shard, which outlives its collector here."""
+        return pickle.dumps(self._storages[index])
+
+    def replace_storage(self, index: int, storage: ReplayStorage) -> None:
+        """Sample from another replay shard in the place of one whose memory is lost."""
+        self._storages[index].close()
+        self.attach(*self._storages[:index], storage, *self._storages[index + 1 :])
 
     def update(
         self,

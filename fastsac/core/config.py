@@ -88,6 +88,9 @@ class FleetConfig(_Section):
     """CPUs that Ray reserves for each rank."""
     cpus_per_collector: float = Field(default=0.5, gt=0, le=1024)
     """CPUs that Ray reserves for each collector."""
+    collector_restarts: int = Field(default=3, ge=0, le=1000)
+    """Restarts of each collector within 10 minutes, after which the run ends; 0 ends it at the
+    first failure."""
     collective_timeout_s: float = Field(default=120.0, gt=0, le=86_400)
     """Longest wait of an all-reduce for a missing rank, s."""
 

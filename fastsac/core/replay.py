@@ -87,7 +87,7 @@ class ReplayStorage:
     def allocate(
         cls, layout: ReplayLayout, device: torch.device, directory: str, name: str
     ) -> ReplayStorage:
-        """Reserve a shard's memory, on CPU as the file `directory/name`.
+        """Reserve a shard's memory, on CPU in a file without a name on the disk of `directory`.
 
         Raises:
             ValueError: there is no room for it.
@@ -107,6 +107,15 @@ class ReplayStorage:
     def commit(self) -> None:
         """Count one more vector step, after its data."""
         self._rows_written += 1
+
+    def own(self) -> None:
+        """Become its one writer, after another that ended; what that one had begun is undone.
+
+        Raises:
+            ValueError: another process writes it.
+        """
+        self._memory.own()
+        self.final_owner.masked_fill_(self.final_owner >= self._rows_written, -1)
 
     def close(self) -> None:
         """Give the memory back once nobody maps it any more."""

@@ -1,4 +1,9 @@
-"""Tensors in memory that another process can map: a file on CPU, CUDA IPC on a GPU."""
+"""Tensors in memory that another process can map: a nameless file on CPU, CUDA IPC on a GPU.
+
+The file is unlinked as soon as it is made, so that the system takes the memory back when the last
+process that has it open ends, however it ends. Others open it through such a process, as
+/proc/PID/fd/N.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +29,27 @@ TensorLayout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 class SharedTensors:
     """Zero-initialised tensors by name. Pickling shares their memory; it copies nothing.
 
-    The process that allocated them owns them: the memory lives until its `close`, and mappings
-    elsewhere stay usable after that (on CPU).
+    On CPU the memory lives until the last process that maps it has closed it or ended, and any of
+    them can share it further. On a GPU it ends with the process that allocated it.
     """
 
-    def __init__(self, tensors: dict[str, Tensor], layout: TensorLayout, path: Path | None) -> None:
+    def __init__(
+        self, tensors: dict[str, Tensor], layout: TensorLayout, descriptor: int | None
+    ) -> None:
         self._tensors = tensors
         self._layout = layout
-        self._path = path
-        self._lock: int | None = None
-        """Descriptor that the owner holds locked while it lives."""
+        self._descriptor = descriptor
+        """Of the file, on CPU."""
 
     @classmethod
     def allocate(
         cls, layout: TensorLayout, *, device: torch.device, directory: str, name: str
     ) -> SharedTensors:
-        """Reserve all memory now.
+        """Reserve all memory now, for this process to write.
+
+        Args:
+            directory: whose file system holds the memory, on CPU.
+            name: what the file is called in /proc.
 
         Raises:
             ValueError: `directory` has no room, or is not ours to write.
@@ -50,72 +60,62 @@ class SharedTensors:
                 for name, (shape, dtype) in layout.items()
             }
             return cls(tensors, layout, None)
-        path = Path(directory) / name
-        _remove_stale(path)
-        lock = _reserve(path, _num_bytes(layout))
-        try:
-            shared = _map_file(path, layout)
-        except BaseException:
-            os.close(lock)
-            path.unlink()
-            raise
-        shared._lock = lock
+        shared = _map(_reserve(Path(directory) / name, num_bytes(layout)), layout)
+        shared.own()
         return shared
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
 
-    def close(self) -> None:
-        """Give the memory back once nobody maps it any more.
+    def own(self) -> None:
+        """Become the one process that writes, until it closes the memory or ends.
 
-        Whoever maps it may call this when the run is over, so that a dead owner leaves nothing.
+        The lock belongs to the process alone: what it forks does not hold it.
+
+        Raises:
+            ValueError: another process writes.
         """
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        if self._descriptor is None:
+            return
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError("another process still writes this replay shard") from None
+
+    def close(self) -> None:
+        """Give the memory back once nobody maps it any more."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._path is not None:
-            return _map_file, (self._path, self._layout)
+        if self._descriptor is not None:
+            path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+            return _open_file, (path, self._layout)
         from torch.multiprocessing.reductions import reduce_tensor
 
         handles = {name: reduce_tensor(tensor) for name, tensor in self._tensors.items()}
         return _open_handles, (handles, self._layout)
 
 
-def _remove_stale(path: Path) -> None:
-    """Remove what a killed owner left behind; a living one holds its lock."""
-    try:
-        descriptor = os.open(path, os.O_RDWR)
-    except OSError:
-        return  # nothing there, or not ours: making it says so
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink()
-    except BlockingIOError:
-        raise ValueError(
-            f"replay shard {path} is in use: wait until the process that trains this run has ended"
-        ) from None
-    finally:
-        os.close(descriptor)
+def num_bytes(layout: TensorLayout) -> int:
+    """Bytes of memory that the tensors take."""
+    return sum(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in layout.values())
 
 
-def _reserve(path: Path, num_bytes: int) -> int:
+def _reserve(path: Path, size: int) -> int:
     """Make a file whose every page is there, so that a full disk is an error here and now.
 
     Returns:
-        Its descriptor, locked.
+        Its descriptor; it has no name any more.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, num_bytes)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            path.unlink()
+            os.posix_fallocate(descriptor, 0, size)
         except BaseException:
             os.close(descriptor)
-            path.unlink()
             raise
         return descriptor
     except (OSError, OverflowError) as error:  # more than a file offset can say
@@ -125,32 +125,35 @@ def _reserve(path: Path, num_bytes: int) -> int:
             free = shutil.disk_usage(path.parent).free
             advice = f"{free:,} bytes are free: {advice} or lower replay.steps_per_env"
         raise ValueError(
-            f"a replay shard of {num_bytes:,} bytes cannot be made at {path} "
+            f"a replay shard of {size:,} bytes cannot be made at {path} "
             f"({os.strerror(number or 0)}): {advice}"
         ) from None
 
 
-def _map_file(path: Path, layout: TensorLayout) -> SharedTensors:
-    num_bytes = _num_bytes(layout)
-    # torch would make an empty file in the place of one that is gone
-    if not path.is_file() or path.stat().st_size != num_bytes:
-        raise ValueError(f"replay shard {path} is gone: its collector has closed it")
-    memory = torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
+def _open_file(path: str, layout: TensorLayout) -> SharedTensors:
+    """Map the file that another process has open."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        raise ValueError(f"replay shard {path} is gone: the process that held it ended") from None
+    assert os.fstat(descriptor).st_size == num_bytes(layout), "the same layout in both"
+    return _map(descriptor, layout)
+
+
+def _map(descriptor: int, layout: TensorLayout) -> SharedTensors:
+    path, size = f"/proc/self/fd/{descriptor}", num_bytes(layout)
+    memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
     tensors, offset = {}, 0
     for name, (shape, dtype) in layout.items():
         size = math.prod(shape) * dtype.itemsize
         tensors[name] = memory[offset : offset + size].view(dtype).view(shape)
         offset += _aligned(size)
-    return SharedTensors(tensors, layout, path)
+    return SharedTensors(tensors, layout, descriptor)
 
 
 def _open_handles(handles: Mapping[str, tuple[Any, Any]], layout: TensorLayout) -> SharedTensors:
     tensors = {name: rebuild(*arguments) for name, (rebuild, arguments) in handles.items()}
     return SharedTensors(tensors, layout, None)
-
-
-def _num_bytes(layout: TensorLayout) -> int:
-    return sum(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in layout.values())
 
 
 def _aligned(num_bytes: int) -> int:
