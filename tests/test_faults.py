@@ -16,6 +16,7 @@ from collectors.env import Step
 from fastsac.config_files import save_config
 from fastsac.core.config import Config, ConfigError
 from fastsac.core.shared_memory import SharedTensors
+from fastsac.metrics import read_metrics
 from fastsac.trainer import TrainingError, resume, train
 
 
@@ -33,14 +34,40 @@ class RaisesInStep(probes.ConstantReward):
 
 def test_an_env_that_raises_in_step_is_named_and_its_run_can_be_resumed(tmp_path: Path) -> None:
     RaisesInStep.steps = 0
+    config = small_config(tmp_path, fleet={"collector_restarts": 0})
     with pytest.raises(TrainingError, match=r"shard \d.*step.*ValueError.*bad torque"):
-        train(small_config(tmp_path), env=RaisesInStep, runtime="inline")
+        train(config, env=RaisesInStep, runtime="inline")
     [run_dir] = tmp_path.iterdir()
     saved = saved_state(run_dir)["progress"]["env_steps"]
     assert 0 < saved < 640
     [told] = (run_dir / "errors").iterdir()
     assert "bad torque" in told.read_text()
     assert resume(run_dir, env=probes.ConstantReward, runtime="inline").summary["env_steps"] == 640
+
+
+def test_a_collector_whose_env_raises_is_restarted_and_keeps_its_transitions(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    RaisesInStep.steps = 0
+    result = train(small_config(tmp_path), env=RaisesInStep, runtime="inline")
+    last = read_metrics(result.run_dir)[-1]
+    assert last["fleet/collector_restarts"] == 1
+    assert 0 < last["fleet/lost_env_steps"] <= 2 * 8  # a tick of one shard
+    env_steps = result.summary["env_steps"]
+    assert env_steps >= 640
+    assert (env_steps + last["fleet/lost_env_steps"]) % 32 == 0  # whole ticks
+    assert "a collector is restarted: the environment of shard" in capfd.readouterr().err
+    assert "bad torque" in next((result.run_dir / "errors").iterdir()).read_text()
+
+
+def test_a_collector_that_fails_again_and_again_ends_the_run(tmp_path: Path) -> None:
+    class AlwaysRaises(probes.ConstantReward):
+        def step(self, action: torch.Tensor) -> Step:
+            raise ValueError("no torque")
+
+    config = small_config(tmp_path, fleet={"collector_restarts": 2})
+    with pytest.raises(TrainingError, match=r"no torque.*restarted 2 times.*collector_restarts"):
+        train(config, env=AlwaysRaises, runtime="inline")
 
 
 @pytest.mark.parametrize("method", ["reset", "__init__"])

@@ -217,26 +217,90 @@ def test_ray_job_stop_checkpoints_and_resume_continues(cluster, tmp_path):
     assert saved_state(run_dir)["progress"]["env_steps"] == stopped_at + 160
 
 
-def holder_of(path: Path) -> int:
-    """Process that has a file open: the collector that owns a replay shard."""
+def writer_of(shard: int, directory: Path) -> int:
+    """Process that holds a replay shard's memory locked: its collector."""
     for entry in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
-            if os.readlink(entry) == str(path):
+            held = os.readlink(entry).startswith(f"{directory}/") and f"-shard{shard}-" in (
+                os.readlink(entry)
+            )
+            if held and "lock:" in (entry.parents[1] / "fdinfo" / entry.name).read_text():
                 return int(entry.parts[2])
-    raise AssertionError(f"nobody has {path} open")
+    raise AssertionError(f"nobody writes shard {shard} in {directory}")
 
 
-def test_a_killed_collector_is_named_and_leaves_no_memory_behind(cluster, tmp_path):
-    shards = tmp_path / "shards"
-    shards.mkdir()
+def holders(directory: Path) -> set[int]:
+    """Processes that have anything open in a folder, also what has no name any more."""
+    found = set[int]()
+    for entry in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(entry).startswith(f"{directory}/"):
+                found.add(int(entry.parts[2]))
+    return found
+
+
+@contextlib.contextmanager
+def training(cluster: Cluster, tmp_path: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """An endless run of two collectors, with its replay shards in `tmp_path`/shards."""
+    (tmp_path / "shards").mkdir()
     command = [*FASTSAC, "train", "cartpole-swingup", "--address", cluster.address]
-    command += [*SMALL_CARTPOLE, "--total_env_steps", "100000000", "--replay.dir", str(shards)]
-    command += ["--log.dir", str(tmp_path / "runs")]
+    command += [*SMALL_CARTPOLE, "--total_env_steps", "100000000"]
+    command += ["--replay.dir", str(tmp_path / "shards"), "--log.dir", str(tmp_path / "runs")]
+    command += ["--log.interval_env_steps", "0", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=cluster.env, **pipes) as process:
-        wait_until(lambda: any(tmp_path.glob("runs/*/metrics.jsonl")), "the run starts")
-        os.kill(holder_of(next(shards.glob("*shard1"))), signal.SIGKILL)
+        try:
+            wait_until(lambda: newest(tmp_path, "fleet/updates") > 0, "the run learns")
+            yield process
+        finally:
+            process.kill()
+
+
+def newest(tmp_path: Path, metric: str) -> float:
+    """A metric's last value in the only run, 0 before there is one."""
+    runs = list(tmp_path.glob("runs/*/metrics.jsonl"))
+    records = read_metrics(runs[0].parent) if runs else []
+    return records[-1][metric] if records else 0.0
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_collector_that_dies_or_hangs_is_replaced_and_loses_no_transition(
+    cluster, tmp_path, fault
+):
+    with training(cluster, tmp_path) as process:
+        collector = writer_of(1, tmp_path / "shards")
+        os.kill(collector, fault)
+        wait_until(lambda: newest(tmp_path, "fleet/collector_restarts") == 1, "a restart")
+        before = newest(tmp_path, "fleet/env_steps")
+        wait_until(lambda: newest(tmp_path, "fleet/env_steps") > before + 400, "the run goes on")
+        assert writer_of(1, tmp_path / "shards") != collector
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=120)
+    assert "a collector is restarted: " in output + errors
+    [run_dir] = tmp_path.glob("runs/*")
+    last = read_metrics(run_dir)[-1]
+    env_steps = saved_state(run_dir)["progress"]["env_steps"]
+    assert env_steps == last["fleet/env_steps"] > before
+    wait_until(lambda: not holders(tmp_path / "shards"), "its memory is free")
+
+
+def test_a_collector_that_may_not_be_restarted_is_named_and_leaves_no_memory_behind(
+    cluster, tmp_path
+):
+    with training(cluster, tmp_path, "--fleet.collector_restarts", "0") as process:
+        os.kill(writer_of(1, tmp_path / "shards"), signal.SIGKILL)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "error: the process of Collector of rank 0 died" in errors
-    assert not list(shards.iterdir())
+    assert not list((tmp_path / "shards").iterdir())
+    wait_until(lambda: not holders(tmp_path / "shards"), "its memory is free")
+
+
+def test_a_killed_driver_leaves_no_process_and_no_memory_behind(cluster, tmp_path):
+    with training(cluster, tmp_path) as process:
+        held = holders(tmp_path / "shards")
+        assert len(held) == 3  # two collectors and their rank
+        process.kill()
+        process.communicate(timeout=60)
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in held), "they end")
+    assert not list((tmp_path / "shards").iterdir())

@@ -436,7 +436,7 @@ def answer_from_another_process(storage: ReplayStorage, connection) -> None:
         connection.send((rows, batch.obs[:, 0].tolist(), batch.next_obs[:, 0].tolist()))
 
 
-def test_another_process_reads_the_writers_memory_even_after_it_is_unlinked(tmp_path):
+def test_another_process_reads_the_writers_memory_even_after_it_is_closed(tmp_path):
     shard = Shard(0, ReplayStorage.allocate(layout(), CPU, str(tmp_path), "shard"))
     shard.append(["plain", "truncated"])
     context = multiprocessing.get_context("spawn")
@@ -455,9 +455,7 @@ def test_another_process_reads_the_writers_memory_even_after_it_is_unlinked(tmp_
     assert ask() == (1, [0.0, 1.0], [8.0, 1.5])
     shard.append(["truncated", "plain"])
     assert ask() == (2, [0.0, 1.0, 8.0, 9.0], [8.0, 1.5, 8.5, 17.0])
-    assert (tmp_path / "shard").exists()
     shard.storage.close()
-    assert list(tmp_path.iterdir()) == []
     shard.append(["plain", "plain"])
     assert ask() == (3, [0.0, 1.0, 8.0, 9.0, 16.0, 17.0], [8.0, 1.5, 8.5, 17.0, 24.0, 25.0])
     here.send("end")
@@ -465,10 +463,8 @@ def test_another_process_reads_the_writers_memory_even_after_it_is_unlinked(tmp_
     assert reader.exitcode == 0
 
 
-def test_memory_is_private_and_aligned_and_closing_twice_leaves_nothing(tmp_path):
+def test_memory_is_aligned_and_may_be_closed_twice(tmp_path):
     storage = ReplayStorage.allocate(layout(num_envs=3), CPU, str(tmp_path), "shard")
-    [path] = tmp_path.iterdir()
-    assert path.stat().st_mode & 0o777 == 0o600
     tensors = [value for value in vars(storage).values() if isinstance(value, torch.Tensor)]
     assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
     storage.close()

@@ -19,47 +19,45 @@ def allocate(directory) -> SharedTensors:
 def own_until_killed(directory, connection) -> None:
     shared = allocate(directory)
     shared["numbers"].fill_(7)
-    connection.send("there")
+    connection.send(pickle.dumps(shared))
     connection.recv()
 
 
 @pytest.fixture
 def owner(tmp_path):
-    """A process that owns the shard, and waits to be killed."""
+    """A process that owns memory and waits to be killed, and that memory."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=own_until_killed, args=(tmp_path, there))
     process.start()
     assert here.poll(60)
-    yield process
+    yield process, pickle.loads(here.recv())
     process.kill()
     process.join()
 
 
-def test_memory_of_a_living_owner_is_not_taken(tmp_path, owner):
-    with pytest.raises(ValueError, match="is in use: wait until the process"):
-        allocate(tmp_path)
-    assert (tmp_path / "shard").exists()
+def test_memory_of_a_living_owner_is_not_taken(owner):
+    _, shared = owner
+    with pytest.raises(ValueError, match="another process still writes"):
+        shared.own()
 
 
-def test_memory_that_a_killed_owner_left_is_replaced(tmp_path, owner):
-    os.kill(owner.pid, signal.SIGKILL)
-    owner.join()
-    assert (tmp_path / "shard").exists()
+def test_memory_of_a_killed_owner_lives_on_in_whoever_maps_it(owner):
+    process, shared = owner
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    shared.own()
+    shared["numbers"][1] = 5
+    assert pickle.loads(pickle.dumps(shared))["numbers"].tolist() == [7, 5, 7, 7]
+
+
+def test_memory_has_no_name_at_any_time_after_it_is_made(tmp_path):
     shared = allocate(tmp_path)
-    assert shared["numbers"].tolist() == [0.0] * 4
-    shared.close()
     assert not list(tmp_path.iterdir())
-
-
-def test_whoever_maps_it_can_give_it_back(tmp_path):
-    shared = allocate(tmp_path)
     attached = pickle.loads(pickle.dumps(shared))
     shared["flags"][1] = 5
-    attached.close()
-    assert not list(tmp_path.iterdir())
-    assert attached["flags"].tolist() == [0, 5, 0]
     shared.close()
+    assert attached["flags"].tolist() == [0, 5, 0]
 
 
 def test_a_folder_that_is_not_there_is_one_line(tmp_path):
@@ -71,6 +69,6 @@ def test_memory_that_is_gone_is_not_made_anew_by_a_reader(tmp_path):
     shared = allocate(tmp_path)
     pickled = pickle.dumps(shared)
     shared.close()
-    with pytest.raises(ValueError, match="is gone: its collector has closed it"):
+    with pytest.raises(ValueError, match="is gone: the process that held it ended"):
         pickle.loads(pickled)
     assert not list(tmp_path.iterdir())
