@@ -194,7 +194,7 @@ def _train(config: Config, fleet: Fleet, executor: Executor, run: Run, stop: Sto
         run.count(reduce_over_fleet([report.metrics for report in learned]))
         run.count(reduce_over_fleet([report.metrics for report in reports]))
         run.count(clock.metrics(learned, reports, config.fleet.schedule))
-        run.count({"learner/lr_scale": lr_scale})
+        run.count({"learner/lr_scale": lr_scale, "fleet/collectors": float(len(reports))})
         run.count(_fleet_metrics(fleet, fleet_state, staleness))
         run.dump(reports)
         run.note_restarts(collectors.take_failures())

@@ -56,7 +56,7 @@ def test_a_collector_whose_env_raises_is_restarted_and_keeps_its_transitions(
     env_steps = result.summary["env_steps"]
     assert env_steps >= 640
     assert (env_steps + last["fleet/lost_env_steps"]) % 32 == 0  # whole ticks
-    assert "a collector is restarted: the environment of shard" in capfd.readouterr().err
+    assert "a collector is restarted: the environment of shard" in capfd.readouterr().out
     assert "bad torque" in next((result.run_dir / "errors").iterdir()).read_text()
 
 

@@ -273,6 +273,8 @@ def test_a_collector_that_dies_or_hangs_is_replaced_and_loses_no_transition(
         wait_until(lambda: newest(tmp_path, "fleet/collector_restarts") == 1, "a restart")
         before = newest(tmp_path, "fleet/env_steps")
         wait_until(lambda: newest(tmp_path, "fleet/env_steps") > before + 400, "the run goes on")
+        wait_until(lambda: not Path(f"/proc/{collector}").exists(), "the old process ends")
+        wait_until(lambda: newest(tmp_path, "fleet/collectors") == 2, "both shards collect")
         assert writer_of(1, tmp_path / "shards") != collector
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=120)

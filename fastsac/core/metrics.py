@@ -76,6 +76,7 @@ METRICS: dict[str, Metric] = {
     "fleet/replay_ratio": Metric("driver", "1", "samples drawn / transitions inserted, likewise"),
     "fleet/policy_version": Metric("driver", "updates", "newest published version"),
     "fleet/staleness": Metric("driver", "updates", "newest version - version that acted", "mean"),
+    "fleet/collectors": Metric("driver", "collectors", "that finished the newest tick"),
     "fleet/collector_restarts": Metric("driver", "restarts", "of all collectors, in this process"),
     "fleet/lost_env_steps": Metric("driver", "env steps", "not collected, as shards were down"),
     "fleet/normalizer_count": Metric("driver", "observations", "observations in the base"),

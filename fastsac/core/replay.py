@@ -21,6 +21,9 @@ from fastsac.core.transition import Batch, concatenate
 TERMINATED, TRUNCATED, VALID = 1, 2, 4
 """Bits of a transition's flags. Without VALID it is never sampled."""
 
+TAKEOVER_TIMEOUT_S = 60.0
+"""How long a replay shard's last writer, being killed, may take to end; a stopped one takes 5 s."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayLayout:
@@ -114,7 +117,7 @@ class ReplayStorage:
         Raises:
             ValueError: another process writes it.
         """
-        self._memory.own()
+        self._memory.own(TAKEOVER_TIMEOUT_S)
         self.final_owner.masked_fill_(self.final_owner >= self._rows_written, -1)
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ import fcntl
 import math
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -67,20 +68,28 @@ class SharedTensors:
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
 
-    def own(self) -> None:
+    def own(self, timeout_s: float = 0.0) -> None:
         """Become the one process that writes, until it closes the memory or ends.
 
         The lock belongs to the process alone: what it forks does not hold it.
+
+        Args:
+            timeout_s: how long one that is being killed may take to end.
 
         Raises:
             ValueError: another process writes.
         """
         if self._descriptor is None:
             return
-        try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError("another process still writes this replay shard") from None
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise ValueError("another process still writes this replay shard") from None
+            time.sleep(0.1)
 
     def close(self) -> None:
         """Give the memory back once nobody maps it any more."""
