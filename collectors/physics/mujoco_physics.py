@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 
 import mujoco
@@ -12,6 +13,8 @@ import numpy as np
 import torch
 from mujoco.rollout import Rollout
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 _FULL = mujoco.mjtState.mjSTATE_FULLPHYSICS
 
@@ -33,6 +36,9 @@ class MujocoPhysics:
         randomized: Sequence[str] = (),
     ) -> None:
         """See `make_physics`."""
+        if mujoco.get_mju_user_warning() is None:
+            # Or MuJoCo appends to MUJOCO_LOG.TXT in the working directory.
+            mujoco.set_mju_user_warning(logger.debug)
         assert model.na == 0, "actuator activations would have to be saved and reset too"
         # Bodies that MuJoCo calls simple take their inertia from tables made at compile time.
         assert not (randomized and model.dof_simplenum.any()), "changed masses would be ignored"

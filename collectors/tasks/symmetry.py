@@ -8,7 +8,7 @@ import mujoco
 import numpy as np
 import torch
 
-from collectors.tasks.robots import Robot, foot_site
+from collectors.tasks.robot_model import Robot, foot_site
 from fastsac.core.mirror import Reflection
 
 TOLERANCE = 2e-3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,11 +11,24 @@ from torch import Tensor
 
 from collectors.env import EnvSpec, Observation
 from collectors.physics.engine import Engine, Physics
+from collectors.tasks.disturbances import MODEL_FIELDS, Disturbances, ModelSpread, draw_pushes
 from collectors.tasks.mujoco_env import MujocoEnv, Outcome, Simulation, Task
-from collectors.tasks.robots import Robot, load_robot
+from collectors.tasks.robot_model import Robot
+from collectors.tasks.robots import load_robot
 from collectors.tasks.symmetry import mirror_robot
+from collectors.tasks.velocity_curriculum import (
+    COMMAND_SCALE,
+    COMMAND_START,
+    EPISODE_LENGTH,
+    PENALTY_SCALE,
+    PENALTY_START,
+    TRACKING,
+    shard_states,
+    steer,
+)
+from collectors.tasks.velocity_reward import View, look, manner, unsteadiness
 from fastsac.core.mirror import Mirror, Reflection
-from fastsac.core.shard_state import LocalState, MergeRule
+from fastsac.core.shard_state import LocalState
 
 COMMAND_LOW = (-0.6, -0.4, -0.8)
 """Forward m/s, leftward m/s and yaw rate rad/s, in the frame of the base."""
@@ -31,47 +43,6 @@ PUSH_STEPS = 250
 """Mean env steps between two pushes."""
 PUSH_SPEED = 0.5
 """Largest change of the base's horizontal velocity by a push, m/s and direction."""
-
-EPISODE_LENGTH = "episode_length"
-"""Shard state: mean env steps of finished episodes."""
-TRACKING = "tracking"
-"""Shard state: mean of exp(-|planar velocity error|^2 / 0.25) per env step, in [0, 1]."""
-PENALTY_SCALE = "penalty_scale"
-"""Shard state: factor of the penalties on how the robot moves, in [PENALTY_START, 1]."""
-COMMAND_SCALE = "command_scale"
-"""Shard state: share of the command range in use, in [COMMAND_START, 1]."""
-PENALTY_START = 0.3
-COMMAND_START = 0.5
-EPISODE_WINDOW = 64
-"""Episodes of the whole fleet that the mean episode length remembers."""
-TRACKING_WINDOW = 16_000
-"""Env steps of the whole fleet that the mean tracking remembers."""
-CURRICULUM_RATE = 2e-3
-"""Relative change of the two scales per vector step."""
-
-
-@dataclass
-class _View:
-    """The worlds' state as the task reads it, float32."""
-
-    height: Tensor
-    """(num_envs,) of the base, m"""
-    gravity: Tensor
-    """(num_envs, 3) unit vector in the frame of the base"""
-    velocity: Tensor
-    """(num_envs, 3) m/s, likewise"""
-    turning: Tensor
-    """(num_envs, 3) rad/s, likewise"""
-    offset: Tensor
-    """(num_envs, num_joints) from the default pose, rad"""
-    joint_velocity: Tensor
-    """(num_envs, num_joints) rad/s"""
-    foot_height: Tensor
-    """(num_envs, feet) m, likewise the two that follow"""
-    foot_speed_squared: Tensor
-    """horizontal, m^2/s^2"""
-    foot_contact: Tensor
-    """0 or 1"""
 
 
 class VelocityTracking(Task):
@@ -100,9 +71,7 @@ class VelocityTracking(Task):
         decimation: int,
         episode_length: int,
         training_episode_length: int,
-        randomization: float,
-        pushes: float,
-        observation_noise: float,
+        disturbances: Disturbances,
         curriculum: bool,
     ) -> None:
         """See `_velocity`, which has the defaults.
@@ -110,13 +79,6 @@ class VelocityTracking(Task):
         Raises:
             ValueError: a number is outside its range.
         """
-        for name, value in (
-            ("randomization", randomization),
-            ("pushes", pushes),
-            ("observation_noise", observation_noise),
-        ):
-            if not 0 <= value <= 1:
-                raise ValueError(f"env.args.{name} is {value:g}: give a scale in [0, 1]")
         for name, count in (
             ("decimation", decimation),
             ("episode_length", episode_length),
@@ -126,16 +88,14 @@ class VelocityTracking(Task):
                 raise ValueError(f"env.args.{name} is {count}: give at least 1")
         self._robot = robot
         self._command_steps = COMMAND_STEPS if evaluation else TRAINING_COMMAND_STEPS
-        self._randomization = 0.0 if evaluation else randomization
-        self._pushes = 0.0 if evaluation else pushes
-        self._noise = 0.0 if evaluation else observation_noise
+        self._disturbances = Disturbances() if evaluation else disturbances
         self._curriculum = curriculum and not evaluation
         self.simulation = Simulation(
             model=robot.model,
             decimation=decimation,
             max_contacts=robot.max_contacts,
             max_constraints=robot.max_constraints,
-            randomized=_RANDOMIZED if self._randomization else (),
+            randomized=MODEL_FIELDS if self._disturbances.randomization else (),
         )
         joints, feet = len(robot.joint_names), len(robot.foot_names)
         actor_obs_dim = 12 + 3 * joints
@@ -149,7 +109,7 @@ class VelocityTracking(Task):
             episode_length=(
                 episode_length if evaluation else min(episode_length, training_episode_length)
             ),
-            shard_states=_shard_states() if curriculum else {},
+            shard_states=shard_states() if curriculum else {},
             mirror=_mirror(robot),
         )
         self._penalty_scale = PENALTY_START if self._curriculum else 1.0
@@ -167,14 +127,14 @@ class VelocityTracking(Task):
         self._action_scale = robot.action_scale.to(physics.ctrl)
         self._command_low = torch.tensor(COMMAND_LOW, device=device)
         self._command_high = torch.tensor(COMMAND_HIGH, device=device)
-        self._noise_std = self._noise * torch.tensor(
+        self._noise_std = self._disturbances.observation_noise * torch.tensor(
             [0.1] * 3 + [0.2] * 3 + [0.05] * 3 + [0.0] * 3 + [0.01] * joints + [0.5] * joints,
             device=device,
         )
-        self._nominal = {
-            name: torch.as_tensor(getattr(robot.model, name), dtype=torch.float32, device=device)
-            for name in _RANDOMIZED
-        }
+        self._push_speeds = self._disturbances.pushes * torch.full((2,), PUSH_SPEED, device=device)
+        self._models = ModelSpread(
+            robot.model, robot.foot_geoms, self._disturbances.randomization, device
+        )
         self.memory = {
             "command": torch.zeros((n, 3), device=device),
             "action": torch.zeros((n, joints), device=device),
@@ -188,7 +148,7 @@ class VelocityTracking(Task):
             "tracked": torch.zeros(2, dtype=torch.float64, device=device),
         }
         self._command = self.memory["command"]
-        self._view: _View | None = None
+        self._view: View | None = None
 
     def start(self, mask: Tensor) -> None:
         """At rest but for some noise, in the default stance, facing anywhere."""
@@ -209,8 +169,8 @@ class VelocityTracking(Task):
         for name in ("action", "change", "steps", "contact", "phase_s"):
             tensor = self.memory[name]
             tensor.masked_fill_(mask.reshape(-1, *[1] * (tensor.dim() - 1)), 0)
-        if self._randomization:
-            self._physics.set_model(mask, self._draw_models(n))
+        if self._disturbances.randomization:
+            self._physics.set_model(mask, self._models.draw(self._rand(n, 3)))
         self._view = None
 
     def act(self, action: Tensor) -> None:
@@ -230,20 +190,11 @@ class VelocityTracking(Task):
         planar = (view.velocity[:, :2] - self._command[:, :2]).square().sum(1)
         turning = (view.turning[:, 2] - self._command[:, 2]).square()
         tracked = (-4 * planar).exp()
-        upright = (
-            0.1 * view.velocity[:, 2].square()
-            + 0.02 * view.turning[:, :2].square().sum(1)
-            + view.gravity[:, :2].square().sum(1)
-            + 5 * (view.height - robot.base_height).square()
-        )
-        manner = (
-            0.02 * memory["change"].square().sum(1)
-            + 0.05 * view.offset.square().sum(1)
-            + self._footwork()
-        )
         terminated = (view.gravity[:, 2] > -0.5) | (view.height < robot.fall_height)
         good = tracked + 0.5 * (-4 * turning).exp()
-        reward = 0.2 * (good - upright - self._penalty_scale * manner)
+        unsteady = unsteadiness(view, robot.base_height)
+        walked = manner(view, memory["change"], memory["phase_s"], self._command)
+        reward = 0.2 * (good - unsteady - self._penalty_scale * walked)
         reward = torch.where(terminated, -1.0, reward)
 
         memory["steps"] += 1
@@ -273,7 +224,7 @@ class VelocityTracking(Task):
         height = (view.height - self._robot.base_height)[:, None]
         feet = [view.foot_height, view.foot_contact, memory["phase_s"]]
         critic = torch.cat([seen, memory["action"], height, *feet], 1)
-        if self._noise:
+        if self._disturbances.observation_noise:
             seen = seen + memory["noise"]
         return Observation(torch.cat([seen, memory["action"]], 1), critic)
 
@@ -293,8 +244,8 @@ class VelocityTracking(Task):
         self.memory["tracked"].zero_()
         elapsed = round(steps / self.spec.num_envs)
         lasting, following = self._means[EPISODE_LENGTH], self._means[TRACKING]
-        penalty = _steer(self._penalty_scale, lasting, 0.15, 0.5, PENALTY_START, elapsed)
-        command = _steer(self._command_scale, following, 0.5, 0.75, COMMAND_START, elapsed)
+        penalty = steer(self._penalty_scale, lasting, 0.15, 0.5, PENALTY_START, elapsed)
+        command = steer(self._command_scale, following, 0.5, 0.75, COMMAND_START, elapsed)
         return {
             EPISODE_LENGTH: LocalState(value=_vector(lasted), weight=episodes),
             TRACKING: LocalState(value=_vector(tracked), weight=steps),
@@ -312,30 +263,10 @@ class VelocityTracking(Task):
         self._penalty_scale = float(state[PENALTY_SCALE])
         self._command_scale = float(state[COMMAND_SCALE])
 
-    def _look(self) -> _View:
+    def _look(self) -> View:
         if self._view is None:
-            qpos, qvel = self._physics.qpos.float(), self._physics.qvel.float()
-            w, x, y, z = qpos[:, 3:7].unbind(1)
-            axis = qpos[:, 4:7]
-            velocity = qvel[:, :3]
-            across = torch.linalg.cross(axis, velocity)
-            velocity = velocity + 2 * (torch.linalg.cross(axis, across) - w[:, None] * across)
             feet = len(self._robot.foot_names)
-            position, moving, force = self._physics.sensordata.float().split(
-                [3 * feet, 3 * feet, feet], 1
-            )
-            gravity = [2 * (w * y - x * z), -2 * (w * x + y * z), 2 * (x * x + y * y) - 1]
-            self._view = _View(
-                height=qpos[:, 2],
-                gravity=torch.stack(gravity, 1),
-                velocity=velocity,
-                turning=qvel[:, 3:6],
-                offset=qpos[:, 7:] - self._default_pose,
-                joint_velocity=qvel[:, 6:],
-                foot_height=position[:, 2::3],
-                foot_speed_squared=moving.reshape(-1, feet, 3)[:, :, :2].square().sum(2),
-                foot_contact=(force > 0).float(),
-            )
+            self._view = look(self._physics, self._default_pose, feet)
         return self._view
 
     def _count_phases(self) -> None:
@@ -344,16 +275,6 @@ class VelocityTracking(Task):
         same = contact == memory["contact"]
         memory["phase_s"].add_(self.spec.control_period_s).mul_(same)
         memory["contact"].copy_(contact)
-
-    def _footwork(self) -> Tensor:
-        """(num_envs,) penalty on feet that slip, on moving feet that are not lifted, and, where
-        the robot shall move, on feet that stay up or down for long."""
-        view = self._look()
-        speed = view.foot_speed_squared
-        low = (FOOT_CLEARANCE - view.foot_height).clamp(min=0)
-        late = (self.memory["phase_s"] - FOOT_PHASE_S).clamp(0, FOOT_PHASE_S)
-        late = late * (self._command != 0).any(1, keepdim=True)
-        return (0.1 * view.foot_contact * speed + 20 * low.square() * speed.sqrt() + late).sum(1)
 
     def _rand(self, *size: int) -> Tensor:
         return torch.rand(size, generator=self._generator, device=self._device)
@@ -370,59 +291,13 @@ class VelocityTracking(Task):
             self._command.copy_(torch.where(due[:, None], drawn, self._command))
 
     def _disturb(self) -> None:
-        if self._noise:
+        if self._disturbances.observation_noise:
             noise = self.memory["noise"]
             noise.normal_(generator=self._generator).mul_(self._noise_std)
-        if self._pushes:
+        if self._disturbances.pushes:
             unit = self._rand(self.spec.num_envs, 3)
-            kick = self._pushes * PUSH_SPEED * (2 * unit[:, :2] - 1)
-            kick = torch.where(unit[:, 2:] < 1 / PUSH_STEPS, kick, 0.0)
+            kick = draw_pushes(self._push_speeds, PUSH_STEPS, unit)
             self._physics.qvel[:, :2] += kick.to(self._physics.qvel.dtype)
-
-    def _draw_models(self, n: int) -> dict[str, Tensor]:
-        """Base mass +-20 %, friction of the feet +-40 %, actuator gains +-10 %, at scale 1."""
-        robot = self._robot
-        spread = self._randomization * (2 * self._rand(n, 3) - 1)
-        mass, friction, gains = (
-            1 + 0.2 * spread[:, 0],
-            1 + 0.4 * spread[:, 1],
-            1 + 0.1 * spread[:, 2],
-        )
-        fields = {
-            name: nominal.expand(n, *nominal.shape).clone()
-            for name, nominal in self._nominal.items()
-        }
-        base = robot.base_body
-        extra = (mass - 1) * fields["body_mass"][:, base]
-        fields["body_mass"][:, base] *= mass
-        fields["body_inertia"][:, base] *= mass[:, None]
-        fields["body_subtreemass"][:, : base + 1] += extra[:, None]
-        fields["geom_friction"][:, list(robot.foot_geoms), 0] *= friction[:, None]
-        fields["actuator_gainprm"][:, :, 0] *= gains[:, None]
-        fields["actuator_biasprm"][:, :, 1] *= gains[:, None]
-        return fields
-
-
-FOOT_CLEARANCE = 0.06
-"""Height of a foot's site below which a moving foot drags, m."""
-FOOT_PHASE_S = 0.4
-"""Time up or down after which a foot is late, s."""
-_RANDOMIZED = (
-    *("body_mass", "body_inertia", "body_subtreemass"),
-    *("geom_friction", "actuator_gainprm", "actuator_biasprm"),
-)
-
-
-def _shard_states() -> dict[str, MergeRule]:
-    def mean(window: float) -> MergeRule:
-        return MergeRule(kind="weighted_mean", size=1, window=window)
-
-    return {
-        EPISODE_LENGTH: mean(EPISODE_WINDOW),
-        TRACKING: mean(TRACKING_WINDOW),
-        PENALTY_SCALE: MergeRule(kind="resolve_one", size=1, initial=PENALTY_START),
-        COMMAND_SCALE: MergeRule(kind="resolve_one", size=1, initial=COMMAND_START),
-    }
 
 
 def _mirror(robot: Robot) -> Mirror | None:
@@ -439,12 +314,6 @@ def _mirror(robot: Robot) -> Mirror | None:
         critic_obs=Reflection.join([*actor, height, feet, feet, feet]),
         action=joints,
     )
-
-
-def _steer(scale: float, mean: float, low: float, high: float, start: float, steps: int) -> float:
-    """`scale` after `steps` env steps: up where `mean` is over `high`, down where under `low`."""
-    direction = (mean > high) - (mean < low)
-    return min(1.0, max(start, scale * (1 + CURRICULUM_RATE * direction) ** steps))
 
 
 def _vector(value: float) -> Tensor:
@@ -487,9 +356,9 @@ def _velocity(
         decimation=decimation,
         episode_length=episode_length,
         training_episode_length=training_episode_length,
-        randomization=randomization,
-        pushes=pushes,
-        observation_noise=observation_noise,
+        disturbances=Disturbances(
+            randomization=randomization, pushes=pushes, observation_noise=observation_noise
+        ),
         curriculum=curriculum,
     )
     return MujocoEnv(

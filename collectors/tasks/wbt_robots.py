@@ -12,7 +12,8 @@ from pathlib import Path
 import mujoco
 from torch import Tensor
 
-from collectors.tasks.robots import Recipe, Servo, build_robot, g1_recipe
+from collectors.tasks.robot_model import Recipe, Servo, build_robot
+from collectors.tasks.robots import g1_recipe
 
 DECIMATION = 4
 """Physics steps per env step: 50 env steps per second."""
@@ -41,7 +42,7 @@ class TrackingRobot:
     action_low: Tensor
     """(num_joints,) float32, minus `action_high`"""
     action_high: Tensor
-    """(num_joints,) float32, see `collectors.tasks.robots.action_bound`"""
+    """(num_joints,) float32, see `collectors.tasks.robot_model.action_bound`"""
     action_scale: Tensor
     """(num_joints,) float32, rad per unit of action: target = default + scale * action"""
     timestep: float

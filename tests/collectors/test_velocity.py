@@ -13,6 +13,7 @@ import torch
 from collectors.env import resolve_task
 from collectors.physics.mujoco_physics import MujocoPhysics
 from collectors.tasks import velocity
+from collectors.tasks.disturbances import MODEL_FIELDS
 from collectors.tasks.mujoco_env import MujocoEnv
 from collectors.tasks.robots import Robot, load_robot
 from collectors.tasks.symmetry import mirror_robot
@@ -29,6 +30,7 @@ from collectors.tasks.velocity import (
     VelocityTracking,
     quadruped_velocity,
 )
+from collectors.tasks.velocity_reward import footwork
 from collectors.testing import check_env_shard
 from fastsac.core.mirror import Reflection
 from fastsac.core.shard_state import LocalState, ShardReport, ShardStateBus
@@ -415,7 +417,7 @@ def test_a_drawn_model_is_consistent():
         gain = model.actuator_gainprm[0, 0] / expected.actuator_gainprm[0, 0]
         expected.actuator_gainprm[:, 0] *= gain
         expected.actuator_biasprm[:, 1] *= gain  # the damping in [:, 2] stays
-        for name in velocity._RANDOMIZED:
+        for name in MODEL_FIELDS:
             np.testing.assert_allclose(
                 getattr(model, name), getattr(expected, name), rtol=1e-5, err_msg=name
             )
@@ -548,9 +550,13 @@ def test_the_mirror_image_of_a_motion_is_a_motion_with_the_same_rewards(robot: s
     env = resolve_task(f"{robot}-velocity")(
         num_envs=2, device=CPU, evaluation=False, physics="mujoco"
     )
+    assert isinstance(env, MujocoEnv)
     env.reset(3)
     seen_in_a_mirror(env)
     mirror = env.spec.mirror
+    assert mirror is not None
+    assert mirror.action is not None
+    assert mirror.critic_obs is not None
     generator = torch.Generator().manual_seed(5)
     for count in range(12):
         action = 0.3 * torch.randn((2, env.spec.action_dim), generator=generator)
@@ -559,6 +565,7 @@ def test_the_mirror_image_of_a_motion_is_a_motion_with_the_same_rewards(robot: s
         torch.testing.assert_close(step.reward[1], step.reward[0], atol=1e-2, rtol=0)
         if count < 4:  # until the robots' own small differences change the moment of a contact
             actor, critic = step.final_actor_obs, step.final_critic_obs
+            assert critic is not None
             torch.testing.assert_close(mirror.actor_obs(actor[0]), actor[1], atol=near, rtol=0)
             torch.testing.assert_close(mirror.critic_obs(critic[0]), critic[1], atol=near, rtol=0)
     env.close()
@@ -584,9 +591,9 @@ def test_a_foot_that_stays_up_or_down_is_late_where_the_robot_shall_move():
     task._view = None
     stand(env, 1)
     task.memory["phase_s"].fill_(0.0)
-    before = task._footwork()
+    before = footwork(task._look(), task.memory["phase_s"], task._command)
     task.memory["phase_s"].copy_(torch.tensor([[0.3, 0.5, 0.7, 9.0]] * 2))
-    late = task._footwork() - before
+    late = footwork(task._look(), task.memory["phase_s"], task._command) - before
     assert late.tolist() == pytest.approx([0.0 + 0.1 + 0.3 + 0.4, 0.0], abs=1e-6)
 
 
